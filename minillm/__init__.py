@@ -1,0 +1,1 @@
+"""minillm: a small, real LLM inference engine."""

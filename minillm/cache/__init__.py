@@ -1,0 +1,1 @@
+"""Where KV lives and who may use it."""

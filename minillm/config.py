@@ -1,0 +1,271 @@
+"""Shapes of a model and options of an engine: frozen, validated, and the only place where an option is declared."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from dataclasses import dataclass, field
+from typing import Any, Literal, Mapping
+
+import torch
+
+DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+ARCHITECTURES = {
+    "LlamaForCausalLM": "llama",
+    "MistralForCausalLM": "mistral",
+    "Qwen2ForCausalLM": "qwen2",
+    "Qwen3ForCausalLM": "qwen3",
+}
+
+
+def _check_positive(**values: int | float) -> None:
+    for name, value in values.items():
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or value <= 0:
+            raise ValueError(f"{name} must be a positive number, got {value!r}")
+
+
+def _check_count(**values: int | None) -> None:
+    for name, value in values.items():
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+            raise ValueError(f"{name} must be a whole number of at least 1, got {value!r}")
+
+
+def _check_choice(name: str, value: object, choices: tuple[object, ...]) -> None:
+    if value not in choices:
+        raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}, got {value!r}")
+
+
+@dataclass(frozen=True)
+class RopeConfig:
+    """How positions become angles (Su et al. 2021, arXiv 2104.09864) and how a model was stretched beyond its training length.
+
+    kind: "default", "linear" (Chen et al. 2023), "dynamic" (NTK-aware), "llama3" or "yarn" (Peng et al. 2023, arXiv 2309.00071).
+    The remaining fields are used by the kinds that name them, with the meaning that Hugging Face configs give them.
+    """
+
+    theta: float = 10_000.0
+    kind: str = "default"
+    factor: float = 1.0
+    original_max_position: int | None = None
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    attention_factor: float | None = None
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    mscale: float | None = None
+    mscale_all_dim: float | None = None
+    truncate: bool = True
+
+    def __post_init__(self) -> None:
+        _check_choice("rope kind", self.kind, ("default", "linear", "dynamic", "llama3", "yarn"))
+        _check_positive(theta=self.theta, factor=self.factor)
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """The shape of one decoder-only transformer. Sizes are counts of elements; nothing here depends on a dtype or device."""
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    max_position: int
+    norm_eps: float = 1e-5
+    rope: RopeConfig = field(default_factory=RopeConfig)
+    tie_embeddings: bool = False
+    qkv_bias: bool = False
+    attention_out_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: bool = False
+    sliding_window: int | None = None
+    eos_token_ids: tuple[int, ...] = ()
+    bos_token_id: int | None = None
+    family: str = "llama"
+    name: str = "model"
+
+    def __post_init__(self) -> None:
+        _check_count(
+            vocab_size=self.vocab_size, hidden_size=self.hidden_size, intermediate_size=self.intermediate_size,
+            num_layers=self.num_layers, num_heads=self.num_heads, num_kv_heads=self.num_kv_heads,
+            head_dim=self.head_dim, max_position=self.max_position, sliding_window=self.sliding_window,
+        )
+        _check_positive(norm_eps=self.norm_eps)
+        if self.num_heads % self.num_kv_heads:
+            raise ValueError(f"num_heads ({self.num_heads}) must be a multiple of num_kv_heads ({self.num_kv_heads})")
+        if self.head_dim % 2:
+            raise ValueError(f"head_dim must be even for rotary embeddings, got {self.head_dim}")
+        _check_choice("family", self.family, tuple(ARCHITECTURES.values()))
+        bad = [t for t in self.eos_token_ids if not 0 <= t < self.vocab_size]
+        if bad:
+            raise ValueError(f"eos_token_ids {bad} are outside the vocabulary of {self.vocab_size}")
+
+    @property
+    def group_size(self) -> int:
+        """Query heads that share one KV head (1 = MHA, num_heads = MQA)."""
+        return self.num_heads // self.num_kv_heads
+
+    @property
+    def q_size(self) -> int:
+        return self.num_heads * self.head_dim
+
+    @property
+    def kv_size(self) -> int:
+        return self.num_kv_heads * self.head_dim
+
+    @property
+    def layer_matmul_params(self) -> int:
+        """Weights of one layer's matrix products: fused QKV, output, fused gate-up, down."""
+        attention = self.hidden_size * (self.q_size + 2 * self.kv_size) + self.q_size * self.hidden_size
+        return attention + 3 * self.hidden_size * self.intermediate_size
+
+    @property
+    def matmul_params(self) -> int:
+        """Weights that every decoding step multiplies by: all layers and the output head, not the embedding lookup."""
+        return self.num_layers * self.layer_matmul_params + self.vocab_size * self.hidden_size
+
+    @property
+    def num_params(self) -> int:
+        """All parameters, a tied embedding counted once."""
+        per_layer = self.layer_matmul_params + 2 * self.hidden_size
+        if self.qkv_bias:
+            per_layer += self.q_size + 2 * self.kv_size
+        if self.attention_out_bias:
+            per_layer += self.hidden_size
+        if self.mlp_bias:
+            per_layer += 2 * self.intermediate_size + self.hidden_size
+        if self.qk_norm:
+            per_layer += 2 * self.head_dim
+        embeddings = self.vocab_size * self.hidden_size * (1 if self.tie_embeddings else 2)
+        return self.num_layers * per_layer + embeddings + self.hidden_size
+
+    def kv_bytes_per_token(self, bytes_per_element: float = 2) -> float:
+        """Bytes of K and V that one token leaves in all layers (16-bit unless said)."""
+        return 2 * self.num_layers * self.kv_size * bytes_per_element
+
+    @classmethod
+    def from_hf(cls, raw: Mapping[str, Any], name: str = "model") -> "ModelConfig":
+        """Read a Hugging Face config.json. Unknown architectures and missing keys raise ValueError naming them."""
+        archs = raw.get("architectures") or []
+        arch = next((a for a in archs if a in ARCHITECTURES), None)
+        if arch is None:
+            by_type = {family: a for a, family in ARCHITECTURES.items()}
+            arch = by_type.get(raw.get("model_type", "")) if not archs else None
+        if arch is None:
+            what = ", ".join(archs) or raw.get("model_type") or "none stated"
+            raise ValueError(f"unknown architecture {what}; minillm reads {', '.join(ARCHITECTURES)}")
+        family = ARCHITECTURES[arch]
+        missing = [k for k in ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads") if k not in raw]
+        if missing:
+            raise ValueError(f"config of {name} lacks {', '.join(missing)}")
+        if raw.get("hidden_act", "silu") != "silu":
+            raise ValueError(f"config of {name} has hidden_act {raw['hidden_act']!r}; minillm has 'silu'")
+        heads = raw["num_attention_heads"]
+        eos = raw.get("eos_token_id")
+        max_position = raw.get("max_position_embeddings", 2048)
+        return cls(
+            vocab_size=raw["vocab_size"], hidden_size=raw["hidden_size"], intermediate_size=raw["intermediate_size"],
+            num_layers=raw["num_hidden_layers"], num_heads=heads, num_kv_heads=raw.get("num_key_value_heads") or heads,
+            head_dim=raw.get("head_dim") or raw["hidden_size"] // heads, max_position=max_position,
+            norm_eps=raw.get("rms_norm_eps", 1e-6), rope=_rope_from_hf(raw, max_position),
+            tie_embeddings=raw.get("tie_word_embeddings", False),
+            qkv_bias=True if family == "qwen2" else raw.get("attention_bias", False),
+            attention_out_bias=False if family == "qwen2" else raw.get("attention_bias", False),
+            mlp_bias=raw.get("mlp_bias", False), qk_norm=family == "qwen3",
+            sliding_window=_sliding_window(raw, family),
+            eos_token_ids=tuple(eos) if isinstance(eos, (list, tuple)) else () if eos is None else (eos,),
+            bos_token_id=raw.get("bos_token_id"), family=family, name=name,
+        )
+
+
+def _sliding_window(raw: Mapping[str, Any], family: str) -> int | None:
+    window = raw.get("sliding_window")
+    if window is None or (family.startswith("qwen") and not raw.get("use_sliding_window", False)):
+        return None
+    if family.startswith("qwen"):
+        raise ValueError("use_sliding_window with per-layer windows is not supported; set it to false")
+    return window
+
+
+def _rope_from_hf(raw: Mapping[str, Any], max_position: int) -> RopeConfig:
+    """Newer configs keep everything in rope_parameters; older ones have rope_theta beside rope_scaling."""
+    params = dict(raw.get("rope_parameters") or {})
+    scaling = dict(raw.get("rope_scaling") or {})
+    merged = {"rope_theta": raw.get("rope_theta", 10_000.0), **scaling, **params}
+    kind = merged.get("rope_type") or merged.get("type") or "default"
+    if merged.get("partial_rotary_factor", raw.get("partial_rotary_factor", 1.0)) != 1.0:
+        raise ValueError(f"partial_rotary_factor {merged.get('partial_rotary_factor')} is not supported; it must be 1.0")
+    names = {
+        "rope_theta": "theta", "factor": "factor", "low_freq_factor": "low_freq_factor", "high_freq_factor": "high_freq_factor",
+        "attention_factor": "attention_factor", "beta_fast": "beta_fast", "beta_slow": "beta_slow", "mscale": "mscale",
+        "mscale_all_dim": "mscale_all_dim", "truncate": "truncate",
+    }
+    given = {ours: merged[theirs] for theirs, ours in names.items() if merged.get(theirs) is not None}
+    original = merged.get("original_max_position_embeddings") or raw.get("original_max_position_embeddings")
+    return RopeConfig(kind=kind, original_max_position=original or max_position, **given)
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """Every option of an engine. One switch per technique; the default is the plain, fast path of this machine.
+
+    dtype: "auto" picks what is fast here (bfloat16 where the CPU or GPU multiplies it natively, float32 elsewhere).
+    device: "auto" is "cuda" when torch sees a GPU, else "cpu".
+    max_model_len: tokens of prompt plus output of one request; None is the model's own limit.
+    max_num_seqs: requests that run at once. max_num_batched_tokens: the token budget of one step.
+    block_size: tokens per KV block. num_blocks or kv_memory (bytes): size of the KV pool; both None picks a default.
+    kv_cache: "paged"; "contiguous" reserves one strip of max_model_len per request; "none" recomputes everything.
+    batching: "continuous"; "static" admits a batch, pads it and waits for its slowest request.
+    attention_backend, prefix_cache, quantization: a name, or an object that implements the seam.
+    compile: compile the decode step ahead of time (a minute the first time, kept on disk).
+    """
+
+    dtype: str = "auto"
+    device: str = "auto"
+    seed: int = 0
+    max_model_len: int | None = None
+    max_num_seqs: int = 32
+    max_num_batched_tokens: int = 2048
+    block_size: int = 16
+    num_blocks: int | None = None
+    kv_memory: int | None = None
+    kv_cache: Literal["paged", "contiguous", "none"] = "paged"
+    batching: Literal["continuous", "static"] = "continuous"
+    attention_backend: Any = "auto"
+    prefix_cache: Any = "none"
+    quantization: Any = None
+    compile: bool = False
+
+    def __post_init__(self) -> None:
+        _check_choice("dtype", self.dtype, ("auto", *DTYPES))
+        _check_choice("kv_cache", self.kv_cache, ("paged", "contiguous", "none"))
+        _check_choice("batching", self.batching, ("continuous", "static"))
+        _check_count(
+            max_model_len=self.max_model_len, max_num_seqs=self.max_num_seqs, block_size=self.block_size,
+            max_num_batched_tokens=self.max_num_batched_tokens, num_blocks=self.num_blocks, kv_memory=self.kv_memory,
+        )
+        if self.num_blocks is not None and self.kv_memory is not None:
+            raise ValueError(f"give num_blocks ({self.num_blocks}) or kv_memory ({self.kv_memory}), not both")
+        if isinstance(self.attention_backend, str):
+            _check_choice("attention_backend", self.attention_backend, ("auto", "torch"))
+        if isinstance(self.prefix_cache, str):
+            _check_choice("prefix_cache", self.prefix_cache, ("none",))
+        if isinstance(self.quantization, str):
+            raise ValueError(f"quantization must be None or a LinearMethod, got {self.quantization!r}")
+        if isinstance(self.seed, bool) or not isinstance(self.seed, int) or self.seed < 0:
+            raise ValueError(f"seed must be a whole number of at least 0, got {self.seed!r}")
+        if not isinstance(self.compile, bool):
+            raise ValueError(f"compile must be True or False, got {self.compile!r}")
+
+    @classmethod
+    def from_options(cls, **options: Any) -> "EngineConfig":
+        """Build from keywords; an unknown one is a ValueError that suggests the nearest name."""
+        known = {f.name for f in dataclasses.fields(cls)}
+        for option in options:
+            if option not in known:
+                near = difflib.get_close_matches(option, known, n=1)
+                hint = f"; did you mean {near[0]!r}?" if near else f"; options are {', '.join(sorted(known))}"
+                raise ValueError(f"unknown option {option!r}{hint}")
+        return cls(**options)

@@ -1,0 +1,1 @@
+"""The one transformer, its weights and its tokenizer."""

@@ -1,0 +1,1 @@
+"""Counting work, knowing the machine, predicting time."""

@@ -1,0 +1,51 @@
+"""What an operator does, counted from shapes and element sizes: arithmetic by precision and bytes by kind. No clock is read here."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Mapping
+
+
+@dataclass(frozen=True)
+class Work:
+    """Counted work; add two with ``+``, repeat one with ``* n``.
+
+    flops: floating-point operations per precision, e.g. {"bfloat16": 10}; a multiply-add is two.
+    weight_bytes: parameters read. kv_read_bytes, kv_write_bytes: the KV store's share.
+    activation_bytes: intermediates read and written by operators; what a fused operator keeps in registers is not here.
+    launches: operators started (on a GPU, kernel launches).
+    """
+
+    flops: Mapping[str, int] = field(default_factory=dict)
+    weight_bytes: int = 0
+    kv_read_bytes: int = 0
+    kv_write_bytes: int = 0
+    activation_bytes: int = 0
+    launches: int = 0
+
+    @property
+    def total_flops(self) -> int:
+        return sum(self.flops.values())
+
+    @property
+    def total_bytes(self) -> int:
+        return self.weight_bytes + self.kv_read_bytes + self.kv_write_bytes + self.activation_bytes
+
+    def __add__(self, other: "Work") -> "Work":
+        flops = dict(self.flops)
+        for precision, n in other.flops.items():
+            flops[precision] = flops.get(precision, 0) + n
+        return Work(
+            flops,
+            self.weight_bytes + other.weight_bytes,
+            self.kv_read_bytes + other.kv_read_bytes,
+            self.kv_write_bytes + other.kv_write_bytes,
+            self.activation_bytes + other.activation_bytes,
+            self.launches + other.launches,
+        )
+
+    def __mul__(self, n: int) -> "Work":
+        return Work(
+            {precision: n * f for precision, f in self.flops.items()},
+            n * self.weight_bytes, n * self.kv_read_bytes, n * self.kv_write_bytes, n * self.activation_bytes, n * self.launches,
+        )
