@@ -168,8 +168,8 @@ class ModelConfig:
         return cls(
             vocab_size=raw["vocab_size"], hidden_size=raw["hidden_size"], intermediate_size=raw["intermediate_size"],
             num_layers=raw["num_hidden_layers"], num_heads=heads, num_kv_heads=heads if kv_heads is None else kv_heads,
-            head_dim=raw["hidden_size"] // max(heads, 1) if head_dim is None else head_dim, max_position=raw["max_position_embeddings"],
-            norm_eps=raw.get("rms_norm_eps", 1e-6), rope=_rope_from_hf(raw),
+            head_dim=raw["hidden_size"] // max(heads, 1) if head_dim is None else head_dim,
+            max_position=raw["max_position_embeddings"], norm_eps=raw.get("rms_norm_eps", 1e-6), rope=_rope_from_hf(raw),
             tie_embeddings=bool(raw.get("tie_word_embeddings")),
             qkv_bias=family == "qwen2" or attention_bias, attention_out_bias=attention_bias,
             mlp_bias=family == "llama" and bool(raw.get("mlp_bias")), qk_norm=family == "qwen3",
