@@ -1,0 +1,40 @@
+"""The seam for attention: plan once per step, then run once per layer."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from minillm.cache.kv_store import KVStore
+from minillm.config import ModelConfig
+from minillm.engine.batch import ForwardBatch
+from minillm.perf.work import Work
+
+
+class AttentionBackend(Protocol):
+    """Causal attention of this step's queries over everything their rows have in the KV store."""
+
+    def plan(self, batch: ForwardBatch, dtype: Any) -> Any:
+        """Whatever all layers share for this batch: index tensors, masks. Called once per step."""
+        ...
+
+    def forward(self, q: Tensor, layer: int, store: KVStore, plan: Any) -> Tensor:
+        """q [tokens, heads, head_dim] → [tokens, heads, head_dim]. This step's K and V are in the store already."""
+        ...
+
+    def work(self, batch: ForwardBatch, plan: Any, config: ModelConfig, dtype: Any) -> Work:
+        """What one layer's forward does for this batch."""
+        ...
+
+
+def visible_pairs(q_len: int, kv_len: int, window: int | None = None) -> int:
+    """Query-key pairs that a causal mask admits: query i sits at position kv_len - q_len + i and sees itself, everything
+    before it, and with a sliding window the last ``window`` keys only."""
+    first, last = kv_len - q_len + 1, kv_len  # keys visible to the first and to the last query
+    if window is None or last <= window:
+        return (first + last) * q_len // 2
+    if first >= window:
+        return window * q_len
+    growing = window - first  # queries that see fewer than `window` keys
+    return (first + window - 1) * growing // 2 + window * (q_len - growing)

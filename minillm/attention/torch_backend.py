@@ -1,0 +1,132 @@
+"""Plain torch attention over the paged store: gather each row's keys and values, then scaled_dot_product_attention."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from minillm.attention.backend import visible_pairs
+from minillm.cache.kv_store import KVStore
+from minillm.config import ModelConfig
+from minillm.engine.batch import ForwardBatch, slots_of
+from minillm.perf.work import Work
+
+MAX_PADDING = 1.3
+"""Rows share one gather while padding them to the longest costs at most this factor."""
+
+
+@dataclass(frozen=True)
+class RowGroup:
+    """Rows with equally many queries, padded to the longest row's keys and computed in one call.
+
+    tokens: flat indices of the queries [rows * q_len], a slice where the rows stand together.
+    slots: [rows, kv_len] int64, padded with the null slot. mask: [rows, 1, q_len, kv_len], 0 or -inf, None when all is visible.
+    kv_lens: real keys per row.
+    """
+
+    tokens: Tensor | slice
+    q_len: int
+    slots: Tensor
+    mask: Tensor | None
+    kv_lens: tuple[int, ...]
+
+
+class TorchAttention:
+    """Reference backend. It copies the keys and values it reads, which is the price of paging without a kernel of our own."""
+
+    def __init__(self, window: int | None = None):
+        self.window = window
+
+    def plan(self, batch: ForwardBatch, dtype: torch.dtype) -> list[RowGroup]:
+        starts = np.concatenate([[0], np.cumsum(batch.q_lens)])
+        by_q_len: dict[int, list[int]] = defaultdict(list)
+        for row, q_len in enumerate(batch.q_lens):
+            by_q_len[q_len].append(row)
+        groups = []
+        for q_len, rows in by_q_len.items():
+            for part in split_by_length(rows, batch.kv_lens):
+                groups.append(self._group(batch, part, q_len, starts, dtype))
+        return groups
+
+    def _group(self, batch: ForwardBatch, rows: list[int], q_len: int, starts: np.ndarray, dtype: torch.dtype) -> RowGroup:
+        device = batch.token_ids.device
+        kv_lens = np.array([batch.kv_lens[r] for r in rows])
+        longest = int(kv_lens.max())
+        slots = np.zeros((len(rows), longest), dtype=np.int64)
+        for i, r in enumerate(rows):
+            slots[i, : kv_lens[i]] = slots_of(batch.tables[r], batch.block_size, 0, batch.kv_lens[r])
+        mask = None
+        windowed = self.window is not None and longest > self.window
+        if q_len > 1 or windowed or kv_lens.min() < longest:
+            # bottom-right causal: the last query of a row sees the row's last key
+            query = (kv_lens[:, None] - q_len + np.arange(q_len))[:, :, None]  # [rows, q_len, 1] positions
+            key = np.arange(longest)
+            visible = key <= query
+            if windowed:
+                visible &= key > query - self.window
+            blocked = torch.from_numpy(~visible).to(device)
+            mask = torch.zeros(visible.shape, dtype=dtype, device=device).masked_fill_(blocked, float("-inf")).unsqueeze(1)
+        tokens: Tensor | slice = slice(int(starts[rows[0]]), int(starts[rows[-1] + 1]))
+        if rows != list(range(rows[0], rows[0] + len(rows))):
+            tokens = torch.from_numpy((starts[rows][:, None] + np.arange(q_len)).ravel()).to(device)
+        return RowGroup(tokens, q_len, torch.from_numpy(slots).to(device), mask, tuple(int(n) for n in kv_lens))
+
+    def forward(self, q: Tensor, layer: int, store: KVStore, plan: list[RowGroup]) -> Tensor:
+        if len(plan) == 1:
+            return attend(q, layer, store, plan[0])
+        out = torch.empty_like(q)
+        for group in plan:
+            out[group.tokens] = attend(q[group.tokens], layer, store, group)
+        return out
+
+    def work(self, batch: ForwardBatch, plan: list[RowGroup], config: ModelConfig, dtype: torch.dtype) -> Work:
+        element = dtype.itemsize
+        pairs = sum(visible_pairs(q, kv, self.window) for q, kv in zip(batch.q_lens, batch.kv_lens, strict=True))
+        read = sum(min(kv, q + self.window - 1) if self.window else kv for q, kv in zip(batch.q_lens, batch.kv_lens, strict=True))
+        gathered = sum(g.slots.numel() for g in plan)
+        queries = batch.num_tokens * config.q_size
+        return Work(
+            flops={precision_name(dtype): 4 * pairs * config.q_size},  # QKᵀ and PV, a multiply and an add each
+            kv_read_bytes=2 * read * config.kv_size * element,
+            # the gathered copy is written and read again; queries in, result out. SDPA is tiled: scores never reach memory.
+            activation_bytes=(2 * 2 * gathered * config.kv_size + 2 * queries) * element,
+            launches=2 if len(plan) == 1 else 4 * len(plan),
+        )
+
+
+def attend(q: Tensor, layer: int, store: KVStore, group: RowGroup) -> Tensor:
+    """One group. q [rows * q_len, heads, head_dim] → the same shape."""
+    k, v = store.read(layer, group.slots)  # [rows, kv_len, kv_heads, head_dim]
+    kv_heads, (heads, dim) = k.shape[2], q.shape[1:]
+    k, v = k.transpose(1, 2), v.transpose(1, 2)
+    if group.q_len == 1:
+        # the query heads that share a KV head become the rows of one small matrix product
+        out = F.scaled_dot_product_attention(q.view(-1, kv_heads, heads // kv_heads, dim), k, v, group.mask)
+        return out.reshape(-1, heads, dim)
+    out = F.scaled_dot_product_attention(
+        q.unflatten(0, (-1, group.q_len)).transpose(1, 2), k, v, group.mask, enable_gqa=kv_heads != heads
+    )
+    return out.transpose(1, 2).reshape(-1, heads, dim)
+
+
+def split_by_length(rows: list[int], kv_lens: tuple[int, ...]) -> list[list[int]]:
+    """Cut rows into runs of similar length, so that short rows are not padded to the longest one. Keeps order when one run is enough."""
+    longest = max(kv_lens[r] for r in rows)
+    if longest * len(rows) <= MAX_PADDING * sum(kv_lens[r] for r in rows):
+        return [rows]
+    parts: list[list[int]] = []
+    for r in sorted(rows, key=lambda r: kv_lens[r]):
+        if parts and kv_lens[r] <= 1.5 * kv_lens[parts[-1][0]]:
+            parts[-1].append(r)
+        else:
+            parts.append([r])
+    return parts
+
+
+def precision_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

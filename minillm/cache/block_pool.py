@@ -1,0 +1,86 @@
+"""Blocks of KV slots: who holds them, and which are free."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Iterable
+
+NULL_BLOCK = 0
+"""Block 0 belongs to no request: padding rows write there, and nobody reads it."""
+
+
+class BlockPool:
+    """Reference counts and a free list over blocks 1 … num_blocks (Kwon et al. 2023, arXiv 2309.06180).
+
+    A block is free, referenced by at least one request, or cached (kept by a prefix cache, referenced by nobody):
+    ``num_free + num_referenced + num_cached == num_blocks`` at all times.
+    """
+
+    def __init__(self, num_blocks: int):
+        if num_blocks < 1:
+            raise ValueError(f"a pool needs at least 1 block, got {num_blocks}")
+        self.num_blocks = num_blocks
+        self._free = deque(range(1, num_blocks + 1))
+        self._refs = [0] * (num_blocks + 1)
+        self._cached: set[int] = set()
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    @property
+    def num_cached(self) -> int:
+        return len(self._cached)
+
+    @property
+    def num_referenced(self) -> int:
+        return self.num_blocks - len(self._free) - len(self._cached)
+
+    def ref_count(self, block: int) -> int:
+        return self._refs[block]
+
+    def allocate(self, n: int) -> list[int] | None:
+        """n fresh blocks, each with one reference; None, and nothing changed, when fewer are free."""
+        if n > len(self._free):
+            return None
+        blocks = [self._free.popleft() for _ in range(n)]
+        for block in blocks:
+            self._refs[block] = 1
+        return blocks
+
+    def acquire(self, blocks: Iterable[int]) -> None:
+        """One more reference on blocks that are referenced or cached already."""
+        for block in blocks:
+            if self._refs[block] == 0:
+                self._cached.remove(block)
+            self._refs[block] += 1
+
+    def release(self, blocks: Iterable[int], keep: Iterable[int] = ()) -> list[int]:
+        """Drop one reference each, tail first, so that a prefix outlives what follows it. Unreferenced blocks become
+        cached where ``keep`` names them and free otherwise; the freed ones are returned."""
+        kept, freed = set(keep), []
+        for block in reversed(list(blocks)):
+            if self._refs[block] < 1:
+                raise RuntimeError(f"block {block} was released more often than it was acquired")
+            self._refs[block] -= 1
+            if self._refs[block] == 0:
+                if block in kept:
+                    self._cached.add(block)
+                else:
+                    self._free.append(block)
+                    freed.append(block)
+        return freed
+
+    def uncache(self, blocks: Iterable[int]) -> None:
+        """Cached, unreferenced blocks become free (a prefix cache evicted them)."""
+        for block in blocks:
+            self._cached.remove(block)
+            self._free.append(block)
+
+    def check(self) -> None:
+        """Raise RuntimeError unless every block is in exactly one place."""
+        free = list(self._free)
+        referenced = [b for b in range(1, self.num_blocks + 1) if self._refs[b] > 0]
+        places = sorted(free + referenced + list(self._cached))
+        if places != list(range(1, self.num_blocks + 1)):
+            raise RuntimeError(f"{len(free)} free + {len(referenced)} referenced + {len(self._cached)} cached != {self.num_blocks} blocks")

@@ -1,0 +1,90 @@
+"""ForwardBatch: every tensor of one step, passed explicitly from room to room."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from minillm.cache.block_pool import NULL_BLOCK
+
+
+@dataclass(frozen=True)
+class Row:
+    """One request's share of a step: its tokens at positions start … start + len(token_ids) - 1, and its block table.
+
+    A row without a table is padding: it costs what a token costs, writes to the null block, and its logits are dropped.
+    """
+
+    token_ids: Sequence[int]
+    start: int
+    blocks: Sequence[int]
+    wants_logits: bool = True
+
+    @property
+    def q_len(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def kv_len(self) -> int:
+        return self.start + len(self.token_ids)
+
+
+PADDING_ROW = Row(token_ids=(0,), start=0, blocks=(NULL_BLOCK,), wants_logits=False)
+
+
+@dataclass(frozen=True)
+class ForwardBatch:
+    """Rows of different lengths, laid end to end without padding between them.
+
+    token_ids, positions, slots: [tokens] int64; slots say where each token's KV goes.
+    q_lens, kv_lens: [rows] tokens of this step, and tokens visible after it. tables: [rows] block tables.
+    logit_indices: [samples] int64, the tokens whose logits are wanted.
+    num_padding: rows at the end that belong to no request.
+    """
+
+    token_ids: Tensor
+    positions: Tensor
+    slots: Tensor
+    q_lens: tuple[int, ...]
+    kv_lens: tuple[int, ...]
+    tables: tuple[Sequence[int], ...]
+    block_size: int
+    logit_indices: Tensor
+    num_padding: int = 0
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def num_rows(self) -> int:
+        return len(self.q_lens)
+
+    @classmethod
+    def build(cls, rows: Sequence[Row], block_size: int, num_padding: int = 0, device: torch.device | str = "cpu") -> "ForwardBatch":
+        """One row per request, in the order given, then num_padding padding rows. Where a row wants logits, it is its last token's."""
+        all_rows = [*rows, *[PADDING_ROW] * num_padding]
+        tokens = np.concatenate([np.asarray(r.token_ids, dtype=np.int64) for r in all_rows])
+        positions = np.concatenate([np.arange(r.start, r.kv_len, dtype=np.int64) for r in all_rows])
+        slots = np.concatenate([slots_of(r.blocks, block_size, r.start, r.kv_len) for r in all_rows])
+        ends = np.cumsum([r.q_len for r in all_rows], dtype=np.int64) - 1
+        sampled = ends[[r.wants_logits for r in all_rows]]
+
+        def put(a: np.ndarray) -> Tensor:
+            return torch.from_numpy(a).to(device)
+
+        return cls(
+            put(tokens), put(positions), put(slots),
+            tuple(r.q_len for r in all_rows), tuple(r.kv_len for r in all_rows), tuple(r.blocks for r in all_rows),
+            block_size, put(sampled), num_padding,
+        )
+
+
+def slots_of(blocks: Sequence[int], block_size: int, start: int, stop: int) -> np.ndarray:
+    """Slots of positions start … stop - 1 in a block table, int64."""
+    positions = np.arange(start, stop, dtype=np.int64)
+    return np.asarray(blocks, dtype=np.int64)[positions // block_size] * block_size + positions % block_size

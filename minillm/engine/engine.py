@@ -1,0 +1,253 @@
+"""Engine: the only loop. Schedule, run, sample, update; one call of ``step`` each time around."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from dataclasses import dataclass
+from typing import Protocol, Sequence
+
+import numpy as np
+import torch
+
+from minillm.attention.torch_backend import TorchAttention
+from minillm.cache.block_pool import BlockPool
+from minillm.cache.kv_store import PlainKVStore
+from minillm.cache.manager import CacheManager
+from minillm.cache.prefix import NoPrefixCache
+from minillm.cache.sizing import pool_size
+from minillm.config import EngineConfig
+from minillm.engine.detokenizer import Detokenizer
+from minillm.engine.request import Request, RequestOutput, Status
+from minillm.engine.runner import ModelRunner
+from minillm.engine.sampler import Sampled, sample
+from minillm.engine.scheduler import Scheduler, SchedulerOutput, StaticScheduler
+from minillm.model.transformer import Transformer
+from minillm.perf.meter import Meter, StepCounts
+from minillm.sampling_params import MAX_SEED, SamplingParams
+
+log = logging.getLogger("minillm")
+SCHEDULERS = {"continuous": Scheduler, "static": StaticScheduler}
+
+
+class TokenizerLike(Protocol):
+    eos_token_ids: Sequence[int]
+
+    def encode(self, text: str) -> list[int]: ...
+    def decode(self, ids: Sequence[int]) -> str: ...
+
+
+@dataclass(frozen=True)
+class Live:
+    """A request that has not ended, with its growing text."""
+
+    request: Request
+    text: Detokenizer
+
+
+class Engine:
+    """Runs any number of requests over one model. Everything it needs is handed in; two engines share nothing but weights."""
+
+    def __init__(self, model: Transformer, tokenizer: TokenizerLike | None = None, options: EngineConfig | None = None):
+        options = options or EngineConfig()
+        config = model.config
+        self.model, self.tokenizer, self.options = model, tokenizer, options
+        self.max_model_len = options.max_model_len or config.max_position
+        if self.max_model_len > config.max_position:
+            raise ValueError(f"max_model_len {self.max_model_len} is above the model's {config.max_position} positions")
+        keep_kv = options.kv_cache != "none"
+        prefix = NoPrefixCache() if options.prefix_cache == "none" else options.prefix_cache
+        if not keep_kv and options.prefix_cache != "none":
+            raise ValueError("kv_cache='none' keeps no KV that a prefix cache could serve; leave prefix_cache='none'")
+        backend = TorchAttention(config.sliding_window) if isinstance(options.attention_backend, str) else options.attention_backend
+
+        token_bytes = 2 * config.kv_size * model.dtype.itemsize * (config.num_layers if keep_kv else 1)
+        self.pool_size = pool_size(options, token_bytes, self.max_model_len, model.device)
+        block_size, num_blocks = self.pool_size.block_size, self.pool_size.num_blocks
+        self.store = PlainKVStore(config, (num_blocks + 1) * block_size, model.dtype, model.device, shared_layers=not keep_kv)
+        self.cache = CacheManager(BlockPool(num_blocks), prefix, block_size)
+        self.scheduler = SCHEDULERS[options.batching](self.cache, options.max_num_seqs, options.max_num_batched_tokens, keep_kv)
+        self.runner = ModelRunner(model, self.store, backend, block_size)
+        self.meter = Meter(model.weight_bytes(), num_blocks * block_size * self.store.bytes_per_token)
+        self._live: dict[str, Live] = {}
+        self._held: list[RequestOutput] = []
+        self._names = itertools.count()
+        self._seeds = np.random.Generator(np.random.Philox(options.seed))
+        log.info("%s", self.description)
+
+    @property
+    def description(self) -> str:
+        """What was chosen, in a sentence."""
+        c, size = self.model.config, self.pool_size
+        pool = size.num_blocks * size.block_size * self.store.bytes_per_token
+        return (
+            f"{c.name}: {c.num_params / 1e6:.1f} M parameters in {str(self.model.dtype).removeprefix('torch.')} on {self.model.device} "
+            f"({self.model.weight_bytes() / 1e6:.0f} MB held); KV pool of {size.num_blocks} blocks of {size.block_size} tokens, "
+            f"{pool / 1e6:.0f} MB ({size.reason}); up to {self.options.max_num_seqs} requests at once, {self.max_model_len} tokens each"
+        )
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a step would produce or compute anything."""
+        return self.scheduler.has_work or bool(self._held)
+
+    def add_request(self, prompt: str | Sequence[int], params: SamplingParams | None = None, request_id: str | None = None) -> str:
+        """Queue one request and return its id. Raises ValueError, with nothing changed, for a prompt or id that cannot be served."""
+        params = params or SamplingParams()
+        if params.n != 1:
+            raise ValueError(f"a request is one sample, got n={params.n}; LLM.generate turns n samples into n requests")
+        ids = self.encode(prompt)
+        self.check(ids, params)
+        if request_id is None:
+            request_id = next(name for i in self._names if (name := f"request-{i}") not in self._live)
+        elif not isinstance(request_id, str) or not request_id:
+            raise ValueError(f"request_id must be a non-empty string, got {request_id!r}")
+        elif request_id in self._live:
+            raise ValueError(f"request id {request_id!r} is in use by a request that has not ended")
+        stop_ids = set(params.stop_token_ids)
+        if not params.ignore_eos:
+            stop_ids.update(self.model.config.eos_token_ids, self.tokenizer.eos_token_ids if self.tokenizer else ())
+        seed = int(self._seeds.integers(MAX_SEED)) if params.seed is None else params.seed
+        room = self.max_model_len - len(ids)
+        request = Request(request_id, len(ids), ids, params, seed, frozenset(stop_ids), max_tokens=min(params.max_tokens, room))
+        self._live[request_id] = Live(request, Detokenizer(self.tokenizer, params.stop_strings))
+        self.scheduler.add(request)
+        return request_id
+
+    def encode(self, prompt: str | Sequence[int]) -> list[int]:
+        """Token ids of a prompt. ValueError for an empty one, for text without a tokenizer, for ids outside the vocabulary."""
+        if isinstance(prompt, str):
+            if not prompt:
+                raise ValueError("prompt is an empty string; it needs at least one token")
+            if self.tokenizer is None:
+                raise ValueError(f"this model has no tokenizer; give token ids instead of {prompt[:40]!r}")
+            return list(self.tokenizer.encode(prompt))
+        try:
+            ids = [t.__index__() for t in prompt if not isinstance(t, bool)]
+        except (TypeError, AttributeError):
+            raise ValueError(f"a prompt is a string or a sequence of token ids, got {prompt!r:.60}") from None
+        if len(ids) != len(prompt):
+            raise ValueError(f"a prompt is a string or a sequence of token ids, got {prompt!r:.60}")
+        bad = next((t for t in ids if not 0 <= t < self.model.config.vocab_size), None)
+        if bad is not None:
+            raise ValueError(f"token id {bad} is outside the vocabulary of {self.model.config.vocab_size}")
+        return ids
+
+    def check(self, ids: Sequence[int], params: SamplingParams) -> None:
+        """Raise ValueError if a request could never be served, naming the value and the limit."""
+        if not isinstance(params, SamplingParams):
+            raise ValueError(f"params must be SamplingParams, got {type(params).__name__}")
+        if not ids:
+            raise ValueError("prompt has no tokens; it needs at least one")
+        if len(ids) >= self.max_model_len:
+            raise ValueError(f"prompt has {len(ids)} tokens; with room for one more the limit is max_model_len - 1 = {self.max_model_len - 1}")
+        outside = [t for t in params.stop_token_ids if t >= self.model.config.vocab_size]
+        if outside:
+            raise ValueError(f"stop_token_ids {outside} are outside the vocabulary of {self.model.config.vocab_size}")
+        if params.stop_strings and self.tokenizer is None:
+            raise ValueError(f"stop strings {params.stop_strings} need a tokenizer; this model has none")
+        # the last token is sampled, never computed: it needs no slot
+        most = min(len(ids) + params.max_tokens, self.max_model_len) - 1
+        if most > self.cache.capacity:
+            raise ValueError(
+                f"prompt of {len(ids)} tokens with max_tokens={params.max_tokens} needs {most} KV slots, the whole pool has {self.cache.capacity}"
+            )
+        if not self.scheduler.keep_kv and most > self.scheduler.budget:
+            raise ValueError(
+                f"with kv_cache='none' a step recomputes up to {most} tokens at once, max_num_batched_tokens is {self.scheduler.budget}"
+            )
+
+    def step(self) -> list[RequestOutput]:
+        """One pass of the model over the scheduled tokens. Returns an output for every request that got a token or ended."""
+        outputs, self._held = self._held, []
+        if not self.scheduler.has_work:
+            return outputs
+        plan = self.scheduler.schedule()
+        if not plan.scheduled:
+            raise RuntimeError(f"nothing could be scheduled for {len(self._live)} requests; this is a fault of the engine")
+        counts = self._count(plan)
+        result = self.runner.run(plan)
+        tokens = sample(result.logits, [s.request for s in result.sampled])
+        self.scheduler.update(plan)
+        outputs += [self._advance(s.request, t) for s, t in zip(result.sampled, tokens, strict=True)]
+        self.meter.record(counts, result.work, output_tokens=len(tokens))
+        self.meter.hold_kv(*self._kv_bytes())
+        return outputs
+
+    def abort(self, request_id: str) -> RequestOutput | None:
+        """End a request now; its blocks are free again. Returns what it had, or None if no such request is live."""
+        live = self._live.get(request_id)
+        if live is None:
+            return None
+        self.scheduler.finish(live.request, "abort")
+        self.meter.hold_kv(*self._kv_bytes())
+        return self._output(live.request)
+
+    def hold(self, outputs: Sequence[RequestOutput]) -> None:
+        """Hand outputs back: the next step returns them again. For a caller that drives the loop and meets somebody else's results."""
+        self._held.extend(outputs)
+
+    def _advance(self, request: Request, sampled: Sampled) -> RequestOutput:
+        text = self._live[request.request_id].text
+        request.token_ids.append(sampled.token_id)
+        if sampled.logprobs is not None:
+            request.logprobs.append(sampled.logprobs)
+        if sampled.token_id in request.stop_ids:
+            self.scheduler.finish(request, "stop")
+        else:
+            text.feed(sampled.token_id)
+            if text.stopped:
+                self.scheduler.finish(request, "stop")
+            elif request.num_output_tokens >= request.max_tokens:
+                self.scheduler.finish(request, "length")
+        return self._output(request)
+
+    def _output(self, request: Request) -> RequestOutput:
+        """The request as its caller sees it. A finished one is forgotten here."""
+        text = self._live[request.request_id].text
+        if request.status is Status.FINISHED:
+            text.finish()
+            del self._live[request.request_id]
+        logprobs = tuple(request.logprobs[: len(text.token_ids)]) if request.params.logprobs is not None else None
+        return RequestOutput(
+            request_id=request.request_id, prompt_token_ids=tuple(request.token_ids[: request.prompt_len]), token_ids=text.token_ids,
+            text=text.text, delta=text.take_delta(), finish_reason=request.finish_reason, logprobs=logprobs,
+            num_cached_tokens=request.num_cached_tokens,
+        )  # fmt: skip
+
+    def _count(self, plan: SchedulerOutput) -> StepCounts:
+        """The scheduler's side of the step's counts, taken before the step moves anybody on."""
+        requests = [s.request for s in plan.scheduled]
+        decoding = [r for r in self.scheduler.running if r.num_output_tokens]
+        if any(r.num_computed_tokens < r.prompt_len for r in requests) and self.scheduler.keep_kv:
+            stalled = len(decoding)
+        else:
+            scheduled = set(map(id, requests))
+            stalled = sum(id(r) not in scheduled for r in decoding)
+        allocated, live = self._kv_bytes(plan.num_tokens)
+        return StepCounts(
+            tokens=plan.num_tokens, reused_tokens=sum(r.num_computed_tokens for r in requests),
+            prefix_tokens=sum(r.num_cached_tokens for r in plan.admitted), padded_tokens=plan.padded_tokens,
+            rows=len(requests), padded_rows=plan.padded_rows, idle_rows=self.options.max_num_seqs - len(requests) - plan.padded_rows,
+            stalled_tokens=stalled, sampled_rows=sum(s.catches_up for s in plan.scheduled), kv_allocated=allocated, kv_live=live,
+        )  # fmt: skip
+
+    def _kv_bytes(self, computing: int = 0) -> tuple[int, int]:
+        """Bytes of KV allocated and live, now or while a step computes that many tokens."""
+        allocated = self.cache.pool.num_referenced * self.cache.block_size
+        live = sum(r.num_computed_tokens for r in self.scheduler.running) + computing
+        return allocated * self.store.bytes_per_token, live * self.store.bytes_per_token
+
+
+def resolve_device(name: str) -> torch.device:
+    """The device of that name; "auto" is the GPU where torch sees one."""
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise ValueError(f"device {name!r} is not one that torch knows") from error
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ValueError(f"device {name!r} was asked for, but torch sees no GPU here")
+    return device
+

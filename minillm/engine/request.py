@@ -1,0 +1,73 @@
+"""One request from arrival to its last token. Progress is a single number, num_computed_tokens."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+from minillm.sampling_params import SamplingParams
+
+
+class Status(Enum):
+    WAITING = "waiting"
+    RUNNING = "running"
+    FINISHED = "finished"
+
+
+@dataclass(frozen=True)
+class RequestOutput:
+    """What a request has produced so far.
+
+    text and token_ids are cut at the same place: a stop token or stop string is in neither.
+    finish_reason: None while running, then "stop" | "length" | "abort". delta: text that is new since the last output.
+    logprobs: per output token {token id: log-probability under the model}, the chosen token first; None unless asked for.
+    """
+
+    request_id: str
+    prompt_token_ids: tuple[int, ...]
+    token_ids: tuple[int, ...]
+    text: str
+    delta: str
+    finish_reason: str | None
+    logprobs: tuple[dict[int, float], ...] | None = None
+    num_cached_tokens: int = 0
+
+    @property
+    def finished(self) -> bool:
+        return self.finish_reason is not None
+
+
+@dataclass(eq=False)
+class Request:
+    """The engine's own record of a request; nothing outside the engine holds one.
+
+    token_ids: prompt, then every sampled token. num_computed_tokens: how many of them have their KV in ``blocks``.
+    A step lets the second number catch up with the first; whoever takes KV away (preemption, a cache that keeps nothing) lowers it.
+    """
+
+    request_id: str
+    prompt_len: int
+    token_ids: list[int]
+    params: SamplingParams
+    seed: int
+    stop_ids: frozenset[int]
+    max_tokens: int
+    num_computed_tokens: int = 0
+    num_cached_tokens: int = 0
+    blocks: list[int] = field(default_factory=list)
+    status: Status = Status.WAITING
+    finish_reason: str | None = None
+    logprobs: list[dict[int, float]] = field(default_factory=list)
+    num_preemptions: int = 0
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def num_output_tokens(self) -> int:
+        return len(self.token_ids) - self.prompt_len
+
+    @property
+    def output_ids(self) -> list[int]:
+        return self.token_ids[self.prompt_len :]

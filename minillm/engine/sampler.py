@@ -1,0 +1,95 @@
+"""From logits to tokens: temperature, then top-k, then top-p, then one random number per token."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from minillm.engine.request import Request
+
+CANDIDATES = 1024
+"""Filters look at this many most likely tokens first; a full sort follows only where their mass does not suffice."""
+
+
+@dataclass(frozen=True)
+class Sampled:
+    token_id: int
+    logprobs: dict[int, float] | None
+
+
+def sample(logits: Tensor, requests: Sequence[Request]) -> list[Sampled]:
+    """logits [rows, vocab], one row per request. A row's token depends on that row, its parameters, its seed and the number of tokens
+    before it, never on the rows beside it."""
+    tokens = logits.argmax(dim=-1).tolist()
+    for i, request in enumerate(requests):
+        if request.params.temperature > 0:
+            tokens[i] = draw(logits[i], request)
+    return [Sampled(t, _logprobs(logits[i], t, r.params.logprobs)) for i, (t, r) in enumerate(zip(tokens, requests, strict=True))]
+
+
+def draw(row: Tensor, request: Request) -> int:
+    """One token of row [vocab] under the request's parameters."""
+    params = request.params
+    ids, probs = distribution(row, params.temperature, params.top_k, params.top_p)
+    return pick(ids, probs, uniform(request.seed, request.num_tokens))
+
+
+def distribution(row: Tensor, temperature: float, top_k: int = 0, top_p: float = 1.0) -> tuple[Tensor | None, Tensor]:
+    """The filtered distribution of row [vocab]: token ids (None when they are 0 … vocab - 1) and float64 probabilities that sum to 1.
+
+    With filters, tokens stand in order of falling probability, equal ones by rising id.
+    """
+    row = row.double()
+    scaled = (row - row.max()) / temperature  # the maximum goes first, so that a tiny temperature cannot overflow
+    probs = torch.softmax(scaled, dim=-1)
+    if top_k == 0 and top_p >= 1.0:
+        return None, probs
+    vocab = len(row)
+    k = min(top_k or vocab, vocab)
+    ids, kept = _most_likely(probs, CANDIDATES) if CANDIDATES < vocab else _most_likely(probs, vocab)
+    if k > len(ids) and kept.sum() < top_p:
+        ids, kept = _most_likely(probs, vocab)
+    ids, kept = ids[:k], kept[:k]
+    kept = kept / kept.sum()
+    if top_p < 1.0:
+        before = kept.cumsum(0) - kept
+        keep = int((before < top_p).sum().clamp(min=1))
+        ids, kept = ids[:keep], kept[:keep]
+    return ids, kept / kept.sum()
+
+
+def _most_likely(probs: Tensor, n: int) -> tuple[Tensor, Tensor]:
+    """The n most likely ids, by falling probability and, among equals, rising id."""
+    if n >= len(probs):
+        kept, ids = probs.sort(descending=True, stable=True)
+        return ids, kept
+    ids = probs.topk(n, sorted=False).indices.sort().values
+    kept, order = probs[ids].sort(descending=True, stable=True)
+    return ids[order], kept
+
+
+def pick(ids: Tensor | None, probs: Tensor, u: float) -> int:
+    """Invert the distribution function at u in [0, 1). Always a token of positive probability."""
+    cdf = probs.cumsum(0)
+    index = int(torch.searchsorted(cdf, u * float(cdf[-1]), right=True))
+    if index >= len(probs) or probs[index] == 0:  # rounding at the very end
+        index = int(probs.nonzero()[-1])
+    return index if ids is None else int(ids[index])
+
+
+def uniform(seed: int, position: int) -> float:
+    """A number in [0, 1) that belongs to (seed, position): a counter-based generator (Salmon et al. 2011) has no state to disturb."""
+    return float(np.random.Generator(np.random.Philox(key=seed, counter=position)).random())
+
+
+def _logprobs(row: Tensor, token: int, n: int | None) -> dict[int, float] | None:
+    """Log-probabilities under the model itself, before temperature and filters; the chosen token first."""
+    if n is None:
+        return None
+    logprobs = torch.log_softmax(row.double(), dim=-1)
+    top = logprobs.topk(min(n, len(row)))
+    return {token: float(logprobs[token])} | dict(zip(top.indices.tolist(), top.values.tolist(), strict=True))

@@ -1,0 +1,168 @@
+"""LLM: the door. Loads a model, feeds the engine, hands back text."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any, Iterator, Mapping, Sequence, Union
+
+from minillm.config import DTYPES, EngineConfig
+from minillm.engine.engine import Engine, TokenizerLike, resolve_device
+from minillm.engine.request import RequestOutput
+from minillm.model.loader import load_checkpoint
+from minillm.model.transformer import Transformer
+from minillm.perf.hardware import fast_dtype
+from minillm.perf.meter import Meter
+from minillm.sampling_params import MAX_SEED, SamplingParams
+
+Message = Mapping[str, str]
+Prompt = Union[str, Sequence[int], Sequence[Message]]
+
+
+class LLM:
+    """A model that answers.
+
+    model: "smollm2-135m" (fetched once), a folder with safetensors and config.json, a .gguf file, a hub id, or a Transformer.
+    options: fields of EngineConfig by keyword; an unknown one is a ValueError. A Transformer given here is never changed.
+    """
+
+    def __init__(self, model: str | Path | Transformer = "smollm2-135m", *, tokenizer: TokenizerLike | None = None, **options: Any):
+        config = EngineConfig.from_options(**options)
+        device = resolve_device(config.device)
+        method = config.quantization
+        if isinstance(model, Transformer):
+            dtype = model.dtype if config.dtype == "auto" else DTYPES[config.dtype]
+            device = model.device if config.device == "auto" else device
+            same = dtype == model.dtype and device == model.device and method is None
+            transformer = model if same else model.converted(dtype, device, method)
+            self.note = ""
+        else:
+            checkpoint = load_checkpoint(model)
+            dtype = fast_dtype(device) if config.dtype == "auto" else DTYPES[config.dtype]
+            transformer = Transformer.from_weights(checkpoint.config, checkpoint.weights, dtype, device, method)
+            tokenizer = tokenizer or checkpoint.tokenizer
+            self.note = checkpoint.note
+        self.tokenizer = tokenizer
+        self.engine = Engine(transformer, tokenizer, config)
+
+    @property
+    def meter(self) -> Meter:
+        """The six needles since the last ``meter.reset()``."""
+        return self.engine.meter
+
+    @property
+    def model(self) -> Transformer:
+        return self.engine.model
+
+    def __repr__(self) -> str:
+        return f"<LLM {self.engine.description}>"
+
+    def generate(
+        self, prompts: str | Sequence[int] | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None
+    ) -> list[RequestOutput]:
+        """Complete one prompt or several; results in input order, n per prompt where its params say n.
+
+        prompts: text, a sequence of token ids, or a sequence of these. params: one for all, or one for each.
+        Every prompt is checked before the first is run: a ValueError changes nothing.
+        """
+        return self._run(self._pair(_as_list(prompts), params))
+
+    def chat(
+        self, messages: Sequence[Message] | Sequence[Sequence[Message]], params: SamplingParams | Sequence[SamplingParams] | None = None
+    ) -> list[RequestOutput]:
+        """Answer one conversation, a list of {"role": …, "content": …}, or several; one result for each, in order."""
+        if not messages:
+            raise ValueError("messages is empty; a conversation needs at least one message")
+        conversations = [messages] if isinstance(messages[0], Mapping) else list(messages)
+        return self._run(self._pair(conversations, params))  # type: ignore[arg-type]
+
+    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[Any]:
+        """Yield the answer to one prompt or conversation as it grows: pieces of text, or token ids where the model has no tokenizer.
+
+        Leaving the loop early aborts the request.
+        """
+        if params is not None and getattr(params, "n", 1) != 1:
+            raise ValueError(f"a stream is one sample, got n={params.n}")
+        ((ids, p),) = self._pair([prompt], params)
+        return self._stream(ids, p)
+
+    def _stream(self, ids: list[int], params: SamplingParams) -> Iterator[Any]:
+        name = self.engine.add_request(ids, params)
+        seen = 0
+        try:
+            finished = False
+            while not finished:
+                for output in self._steps({name}):
+                    finished = output.finished
+                    if self.tokenizer is None:
+                        yield from output.token_ids[seen:]
+                        seen = len(output.token_ids)
+                    elif output.delta:
+                        yield output.delta
+        finally:
+            self.engine.abort(name)
+
+    def _steps(self, mine: set[str]) -> list[RequestOutput]:
+        """One step; outputs of other callers' requests are handed back to the engine."""
+        outputs = self.engine.step()
+        self.engine.hold([o for o in outputs if o.request_id not in mine])
+        return [o for o in outputs if o.request_id in mine]
+
+    def _run(self, work: list[tuple[list[int], SamplingParams]]) -> list[RequestOutput]:
+        samples = [(ids, one) for ids, params in work for one in _samples(params)]
+        names = [self.engine.add_request(ids, params) for ids, params in samples]
+        unfinished, results = set(names), {}
+        foreign: list[RequestOutput] = []
+        try:
+            while unfinished:
+                for output in self.engine.step():
+                    if output.request_id not in unfinished:
+                        foreign.append(output)
+                    elif output.finished:
+                        results[output.request_id] = output
+                        unfinished.remove(output.request_id)
+        finally:  # an interrupt must not leave requests behind, nor lose what belongs to other callers
+            for name in unfinished:
+                self.engine.abort(name)
+            self.engine.hold(foreign)
+        return [results[name] for name in names]
+
+    def _pair(
+        self, prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None
+    ) -> list[tuple[list[int], SamplingParams]]:
+        """Token ids and parameters of every prompt, all of them checked."""
+        if params is None or isinstance(params, SamplingParams):
+            each = [params or SamplingParams()] * len(prompts)
+        else:
+            each = list(params)
+        if len(each) != len(prompts):
+            raise ValueError(f"{len(prompts)} prompts with {len(each)} sampling params; give one for all or one for each")
+        pairs = [(self._encode(prompt), p) for prompt, p in zip(prompts, each, strict=True)]
+        for ids, p in pairs:
+            self.engine.check(ids, p)
+        return pairs
+
+    def _encode(self, prompt: Prompt) -> list[int]:
+        if not isinstance(prompt, str) and isinstance(prompt, Sequence) and prompt and isinstance(prompt[0], Mapping):
+            template = getattr(self.tokenizer, "apply_chat_template", None)
+            if template is None:
+                raise ValueError("this model has no chat template; give text or token ids")
+            return list(template(list(prompt), add_generation_prompt=True))
+        return self.engine.encode(prompt)  # type: ignore[arg-type]
+
+
+def _as_list(prompts: str | Sequence[int] | Sequence[Prompt]) -> list[Prompt]:
+    if isinstance(prompts, str):
+        return [prompts]
+    items = list(prompts)
+    if items and all(hasattr(t, "__index__") for t in items):
+        return [items]  # type: ignore[list-item]
+    return items  # type: ignore[return-value]
+
+
+def _samples(params: SamplingParams) -> list[SamplingParams]:
+    """n independent samples, each a request of its own; with a seed, sample i has seed + i."""
+    if params.n == 1:
+        return [params]
+    seeds = [None if params.seed is None else (params.seed + i) % MAX_SEED for i in range(params.n)]
+    return [dataclasses.replace(params, n=1, seed=seed) for seed in seeds]

@@ -1,0 +1,223 @@
+"""The one model: a decoder-only transformer shaped by ModelConfig."""
+
+from __future__ import annotations
+
+from typing import Any, Mapping
+
+import torch
+from torch import Tensor, nn
+
+from minillm.attention.backend import AttentionBackend
+from minillm.cache.kv_store import KVStore
+from minillm.config import ModelConfig
+from minillm.engine.batch import ForwardBatch
+from minillm.model.layers import MLP, RMSNorm, apply_rope, rope_table
+from minillm.perf.work import Work
+from minillm.quant.linear import Linear, LinearMethod, default_method
+
+EMBED, NORM, HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
+
+
+class Attention(nn.Module):
+    """Grouped-query attention with rotary positions; keys and values go through the KV store."""
+
+    def __init__(self, config: ModelConfig, qkv: Linear, out: Linear, q_norm: RMSNorm | None, k_norm: RMSNorm | None):
+        super().__init__()
+        self.config, self.qkv, self.out, self.q_norm, self.k_norm = config, qkv, out, q_norm, k_norm
+
+    def forward(self, x: Tensor, layer: int, cos: Tensor, sin: Tensor, slots: Tensor, store: KVStore, backend: AttentionBackend, plan: Any) -> Tensor:
+        c = self.config
+        heads = self.qkv(x).view(-1, c.num_heads + 2 * c.num_kv_heads, c.head_dim)
+        q_and_k, v = heads[:, : -c.num_kv_heads], heads[:, -c.num_kv_heads :]
+        if self.q_norm is not None and self.k_norm is not None:
+            q_and_k = torch.cat([self.q_norm(q_and_k[:, : c.num_heads]), self.k_norm(q_and_k[:, c.num_heads :])], dim=1)
+        q_and_k = apply_rope(q_and_k, cos, sin)
+        q, k = q_and_k[:, : c.num_heads], q_and_k[:, c.num_heads :]
+        store.write(layer, slots, k, v)
+        return self.out(backend.forward(q, layer, store, plan).reshape(-1, c.q_size))
+
+    def work(self, batch: ForwardBatch, backend: AttentionBackend, plan: Any) -> Work:
+        c, tokens, element = self.config, batch.num_tokens, self.qkv.dtype.itemsize
+        rotated = tokens * (c.q_size + c.kv_size)
+        total = self.qkv.work(tokens) + backend.work(batch, plan, c, self.qkv.dtype) + self.out.work(tokens)
+        total += Work(activation_bytes=6 * rotated * element, launches=3)  # rotate: product, roll, add, each read and written
+        total += Work(kv_write_bytes=2 * tokens * c.kv_size * element, activation_bytes=2 * tokens * c.kv_size * element, launches=2)
+        if self.q_norm is not None and self.k_norm is not None:
+            total += self.q_norm.work(tokens * c.num_heads) + self.k_norm.work(tokens * c.num_kv_heads)
+            total += Work(activation_bytes=2 * rotated * element, launches=1)
+        return total
+
+
+class Layer(nn.Module):
+    """x + attention(norm(x)), then x + mlp(norm(x))."""
+
+    def __init__(self, attention_norm: RMSNorm, attention: Attention, mlp_norm: RMSNorm, mlp: MLP):
+        super().__init__()
+        self.attention_norm, self.attention, self.mlp_norm, self.mlp = attention_norm, attention, mlp_norm, mlp
+
+    def forward(self, x: Tensor, *step: Any) -> Tensor:
+        x = x + self.attention(self.attention_norm(x), *step)
+        return x + self.mlp(self.mlp_norm(x))
+
+    def work(self, batch: ForwardBatch, backend: AttentionBackend, plan: Any) -> Work:
+        rows, width = batch.num_tokens, self.mlp.down.out_features
+        adds = Work(activation_bytes=6 * rows * width * self.mlp.down.dtype.itemsize, launches=2)
+        attention = self.attention_norm.work(rows) + self.attention.work(batch, backend, plan)
+        return attention + self.mlp_norm.work(rows) + self.mlp.work(rows) + adds
+
+
+class Transformer(nn.Module):
+    """Token ids in, logits out. It holds weights and nothing else: KV, batch and attention backend are handed in."""
+
+    def __init__(self, config: ModelConfig, weights: Mapping[str, Tensor], method: LinearMethod):
+        """weights: fused tensors as ``fuse`` makes them, all of one dtype and device. Use from_weights or random."""
+        super().__init__()
+        self.config = config
+        embedding = weights[EMBED]
+        self.dtype, self.device = embedding.dtype, embedding.device
+
+        def linear(name: str) -> Linear:
+            return Linear(weights[f"{name}.weight"], weights.get(f"{name}.bias"), method)
+
+        def norm(name: str) -> RMSNorm | None:
+            return RMSNorm(weights[name], config.norm_eps) if name in weights else None
+
+        self.register_buffer("embedding", embedding, persistent=False)
+        self.register_buffer("rope", rope_table(config, self.dtype).to(self.device), persistent=False)
+        self.layers = nn.ModuleList()
+        for i in range(config.num_layers):
+            p = f"model.layers.{i}"
+            attention = Attention(
+                config, linear(f"{p}.self_attn.qkv_proj"), linear(f"{p}.self_attn.o_proj"),
+                norm(f"{p}.self_attn.q_norm.weight"), norm(f"{p}.self_attn.k_norm.weight"),
+            )  # fmt: skip
+            mlp = MLP(linear(f"{p}.mlp.gate_up_proj"), linear(f"{p}.mlp.down_proj"))
+            first, second = norm(f"{p}.input_layernorm.weight"), norm(f"{p}.post_attention_layernorm.weight")
+            self.layers.append(Layer(first, attention, second, mlp))  # type: ignore[arg-type]
+        self.norm = RMSNorm(weights[NORM], config.norm_eps)
+        self.head = Linear(weights.get(HEAD, embedding), None, method)
+
+    def forward(self, batch: ForwardBatch, store: KVStore, backend: AttentionBackend, plan: Any) -> Tensor:
+        """One step. Returns logits [samples, vocab] in the model's dtype, for the tokens that batch.logit_indices names."""
+        x = self.embedding[batch.token_ids]
+        cos, sin = self.rope[batch.positions].unsqueeze(2).unbind(1)  # [tokens, 1, head_dim] each
+        for i, layer in enumerate(self.layers):
+            x = layer(x, i, cos, sin, batch.slots, store, backend, plan)
+        return self.head(self.norm(x[batch.logit_indices]))
+
+    def work(self, batch: ForwardBatch, backend: AttentionBackend, plan: Any) -> Work:
+        """What forward does for this batch. All layers have one shape, so one is counted and multiplied."""
+        c, element, samples = self.config, self.dtype.itemsize, len(batch.logit_indices)
+        lookup = batch.num_tokens * c.hidden_size * element
+        embed = Work(weight_bytes=lookup + 2 * batch.num_tokens * c.head_dim * element, activation_bytes=lookup, launches=2)
+        pick = Work(activation_bytes=2 * samples * c.hidden_size * element, launches=1)
+        layers = self.layers[0].work(batch, backend, plan) * c.num_layers  # type: ignore[operator]
+        return embed + layers + pick + self.norm.work(samples) + self.head.work(samples)
+
+    def weight_bytes(self) -> int:
+        """Bytes held by weights, every copy counted: a tied embedding that is also packed as the head counts twice."""
+        tensors = {t.data_ptr() if t.layout == torch.strided else id(t): t.nbytes for t in self.buffers()}
+        return sum(tensors.values())
+
+    @classmethod
+    def from_weights(
+        cls, config: ModelConfig, weights: Mapping[str, Tensor], dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu", linear_method: LinearMethod | None = None,
+    ) -> "Transformer":  # fmt: skip
+        """Build from tensors with Hugging Face names. A missing tensor or a wrong shape is a ValueError that names it."""
+        method = linear_method or default_method(dtype, device)
+        return cls(config, fuse(config, weights, dtype, device), method).eval()
+
+    @classmethod
+    def random(
+        cls, config: ModelConfig, seed: int = 0, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu",
+        linear_method: LinearMethod | None = None,
+    ) -> "Transformer":  # fmt: skip
+        """Random weights, the same for a seed whatever the dtype: for tests and for counting, not for reading its text."""
+        generator = torch.Generator().manual_seed(seed)
+        weights = {}
+        for name, shape in expected_shapes(config).items():
+            noise = torch.randn(shape, generator=generator)
+            # norms near one; products that keep the scale of their input
+            weights[name] = 1 + 0.1 * noise if len(shape) == 1 and "norm" in name else noise / shape[-1] ** 0.5
+        return cls.from_weights(config, weights, dtype, device, linear_method)
+
+    def dense_weights(self) -> dict[str, Tensor]:
+        """The fused tensors that this model was built from, unpacked."""
+        out: dict[str, Tensor] = {EMBED: self.embedding, NORM: self.norm.weight}  # type: ignore[dict-item]
+        if not self.config.tie_embeddings:
+            out[HEAD] = self.head.dense()
+        for i, layer in enumerate(self.layers):
+            p = f"model.layers.{i}"
+            linears = {"self_attn.qkv_proj": layer.attention.qkv, "self_attn.o_proj": layer.attention.out,
+                       "mlp.gate_up_proj": layer.mlp.gate_up, "mlp.down_proj": layer.mlp.down}  # fmt: skip
+            for name, module in linears.items():
+                out[f"{p}.{name}.weight"] = module.dense()
+                if module.has_bias:
+                    out[f"{p}.{name}.bias"] = module.bias
+            norms = {"input_layernorm": layer.attention_norm, "post_attention_layernorm": layer.mlp_norm,
+                     "self_attn.q_norm": layer.attention.q_norm, "self_attn.k_norm": layer.attention.k_norm}  # fmt: skip
+            out.update({f"{p}.{name}.weight": norm.weight for name, norm in norms.items() if norm is not None})
+        return out
+
+    def converted(self, dtype: torch.dtype, device: torch.device | str, linear_method: LinearMethod | None = None) -> "Transformer":
+        """A copy in another dtype, on another device or with another linear method; this one stays as it is."""
+        weights = {name: t.to(device=device, dtype=dtype) for name, t in self.dense_weights().items()}
+        return Transformer(self.config, weights, linear_method or default_method(dtype, device)).eval()
+
+
+def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Every tensor of a checkpoint by its Hugging Face name."""
+    c = config
+    shapes: dict[str, tuple[int, ...]] = {EMBED: (c.vocab_size, c.hidden_size), NORM: (c.hidden_size,)}
+    if not c.tie_embeddings:
+        shapes[HEAD] = (c.vocab_size, c.hidden_size)
+    biased = {"self_attn.q_proj": c.qkv_bias, "self_attn.k_proj": c.qkv_bias, "self_attn.v_proj": c.qkv_bias,
+              "self_attn.o_proj": c.attention_out_bias}  # fmt: skip
+    for i in range(c.num_layers):
+        p = f"model.layers.{i}"
+        linears = {
+            "self_attn.q_proj": (c.q_size, c.hidden_size), "self_attn.k_proj": (c.kv_size, c.hidden_size),
+            "self_attn.v_proj": (c.kv_size, c.hidden_size), "self_attn.o_proj": (c.hidden_size, c.q_size),
+            "mlp.gate_proj": (c.intermediate_size, c.hidden_size), "mlp.up_proj": (c.intermediate_size, c.hidden_size),
+            "mlp.down_proj": (c.hidden_size, c.intermediate_size),
+        }  # fmt: skip
+        for name, shape in linears.items():
+            shapes[f"{p}.{name}.weight"] = shape
+            if biased.get(name, c.mlp_bias):
+                shapes[f"{p}.{name}.bias"] = shape[:1]
+        for name in ("input_layernorm", "post_attention_layernorm"):
+            shapes[f"{p}.{name}.weight"] = (c.hidden_size,)
+        if c.qk_norm:
+            shapes[f"{p}.self_attn.q_norm.weight"] = shapes[f"{p}.self_attn.k_norm.weight"] = (c.head_dim,)
+    return shapes
+
+
+FUSED = {"self_attn.qkv_proj": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), "mlp.gate_up_proj": ("mlp.gate_proj", "mlp.up_proj")}
+
+
+def fuse(config: ModelConfig, weights: Mapping[str, Tensor], dtype: torch.dtype, device: torch.device | str) -> dict[str, Tensor]:
+    """Check every tensor, convert it, and stack those that read the same input: one product instead of two or three."""
+
+    def take(name: str) -> Tensor:
+        if name not in weights:
+            raise ValueError(f"checkpoint of {config.name} lacks tensor {name}")
+        tensor = weights[name]
+        if tuple(tensor.shape) != shapes[name]:
+            raise ValueError(f"tensor {name} of {config.name} has shape {tuple(tensor.shape)}, expected {shapes[name]}")
+        return tensor.to(device=device, dtype=dtype)
+
+    shapes = expected_shapes(config)
+    out: dict[str, Tensor] = {}
+    parts = {f"{part}.{kind}" for names in FUSED.values() for part in names for kind in ("weight", "bias")}
+    for name in shapes:
+        if not any(name.endswith(part) for part in parts):
+            out[name] = take(name)
+    for i in range(config.num_layers):
+        for fused, names in FUSED.items():
+            for kind in ("weight", "bias"):
+                pieces = [f"model.layers.{i}.{n}.{kind}" for n in names]
+                if pieces[0] in shapes:
+                    out[f"model.layers.{i}.{fused}.{kind}"] = torch.cat([take(p) for p in pieces])
+    return out
+

@@ -1,0 +1,162 @@
+"""The six needles. The meter counts, from the batch and the tensors; it never reads a clock, so equal runs give equal numbers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
+
+from minillm.perf.work import Work
+
+GAUGES = ("weight_bytes_held", "kv_pool_bytes", "kv_allocated_bytes", "kv_live_bytes", "kv_allocated_peak", "kv_live_peak")
+
+
+@dataclass(frozen=True)
+class Needles:
+    """What the engine did between two moments. Subtract an earlier snapshot from a later one; sizes held are the later one's.
+
+    Skip: tokens_computed went through the model; tokens_reused did not, because their KV was there (summed over steps);
+    prefix_tokens were found in a prefix cache. Compute less: flops by precision. Move less: bytes by kind.
+    Occupy less: bytes held; allocated counts whole blocks, live only tokens, peaks are since the last reset.
+    Saturate: slots (of max_num_seqs) used, padded and idle, summed over steps; padded_tokens computed for nobody; launches;
+    stalled_tokens: decoding requests in a step that also computes somebody's prompt, or that had to sit one out.
+    Break serial: steps are passes over the weights; row_passes counts a pass once per request that got a token from it.
+    """
+
+    tokens_computed: int = 0
+    tokens_reused: int = 0
+    prefix_tokens: int = 0
+    flops: dict[str, int] = field(default_factory=dict)
+    weight_bytes: int = 0
+    kv_read_bytes: int = 0
+    kv_write_bytes: int = 0
+    activation_bytes: int = 0
+    weight_bytes_held: int = 0
+    kv_pool_bytes: int = 0
+    kv_allocated_bytes: int = 0
+    kv_live_bytes: int = 0
+    kv_allocated_peak: int = 0
+    kv_live_peak: int = 0
+    slots_used: int = 0
+    slots_padded: int = 0
+    slots_idle: int = 0
+    padded_tokens: int = 0
+    launches: int = 0
+    stalled_tokens: int = 0
+    steps: int = 0
+    row_passes: int = 0
+    output_tokens: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    wasted: int = 0
+
+    @property
+    def total_flops(self) -> int:
+        return sum(self.flops.values())
+
+    @property
+    def total_bytes(self) -> int:
+        return self.weight_bytes + self.kv_read_bytes + self.kv_write_bytes + self.activation_bytes
+
+    @property
+    def work(self) -> Work:
+        """The same counts as one operator's Work, for a roofline."""
+        return Work(self.flops, self.weight_bytes, self.kv_read_bytes, self.kv_write_bytes, self.activation_bytes, self.launches)
+
+    @property
+    def passes_per_token(self) -> float:
+        """Passes a request waits for, per token it gets: 1 without speculation."""
+        return self.row_passes / self.output_tokens if self.output_tokens else 0.0
+
+    def __sub__(self, earlier: "Needles") -> "Needles":
+        changes: dict[str, Any] = {"flops": {p: n - earlier.flops.get(p, 0) for p, n in self.flops.items()}}
+        for f in fields(self):
+            if f.name != "flops" and f.name not in GAUGES:
+                changes[f.name] = getattr(self, f.name) - getattr(earlier, f.name)
+        return replace(self, **changes)
+
+    def by_verb(self) -> dict[str, dict[str, int]]:
+        """{verb: {counter: count}}, verbs in the order of the course."""
+        return {
+            "skip": self._pick("tokens_computed", "tokens_reused", "prefix_tokens"),
+            "compute less": {f"flops_{p}": n for p, n in sorted(self.flops.items())},
+            "move less": self._pick("weight_bytes", "kv_read_bytes", "kv_write_bytes", "activation_bytes"),
+            "occupy less": self._pick(*GAUGES),
+            "saturate": self._pick("slots_used", "slots_padded", "slots_idle", "padded_tokens", "launches", "stalled_tokens"),
+            "break serial": self._pick("steps", "row_passes", "output_tokens", "drafted", "accepted", "wasted"),
+        }
+
+    def _pick(self, *names: str) -> dict[str, int]:
+        return {name: getattr(self, name) for name in names}
+
+    def __str__(self) -> str:
+        lines = []
+        for verb, counters in self.by_verb().items():
+            body = "  ".join(f"{name} {value:,}" for name, value in counters.items())
+            lines.append(f"{verb:<13} {body}")
+        return "\n".join(lines)
+
+
+@dataclass(frozen=True)
+class StepCounts:
+    """One step from the scheduler's side, taken before it runs: tokens and rows of requests and of padding, tokens whose KV was
+    there already, KV bytes while the step runs. The model's side of it is its Work."""
+
+    tokens: int
+    reused_tokens: int
+    prefix_tokens: int
+    padded_tokens: int
+    rows: int
+    padded_rows: int
+    idle_rows: int
+    stalled_tokens: int
+    sampled_rows: int
+    kv_allocated: int
+    kv_live: int
+
+
+class Meter:
+    """Adds up steps. ``snapshot()`` is the needles since the last ``reset()``."""
+
+    def __init__(self, weight_bytes_held: int = 0, kv_pool_bytes: int = 0):
+        self._held = {"weight_bytes_held": weight_bytes_held, "kv_pool_bytes": kv_pool_bytes}
+        self.reset()
+
+    def reset(self) -> None:
+        self._needles = Needles(**self._held)
+
+    def snapshot(self) -> Needles:
+        return self._needles
+
+    def hold_weights(self, weight_bytes: int) -> None:
+        """More weights are held from now on: another copy, packed for another kernel."""
+        self._held["weight_bytes_held"] += weight_bytes
+        self._needles = replace(self._needles, weight_bytes_held=self._held["weight_bytes_held"])
+
+    def hold_kv(self, kv_allocated: int, kv_live: int) -> None:
+        """What is held between two steps, after finished requests gave their blocks back."""
+        self._needles = replace(self._needles, kv_allocated_bytes=kv_allocated, kv_live_bytes=kv_live)
+
+    def record(self, step: StepCounts, work: Work, output_tokens: int) -> None:
+        n = self._needles
+        total = n.work + work
+        self._needles = replace(
+            n,
+            tokens_computed=n.tokens_computed + step.tokens, tokens_reused=n.tokens_reused + step.reused_tokens,
+            prefix_tokens=n.prefix_tokens + step.prefix_tokens, flops=dict(total.flops), weight_bytes=total.weight_bytes,
+            kv_read_bytes=total.kv_read_bytes, kv_write_bytes=total.kv_write_bytes, activation_bytes=total.activation_bytes,
+            kv_allocated_bytes=step.kv_allocated, kv_live_bytes=step.kv_live,
+            kv_allocated_peak=max(n.kv_allocated_peak, step.kv_allocated), kv_live_peak=max(n.kv_live_peak, step.kv_live),
+            slots_used=n.slots_used + step.rows, slots_padded=n.slots_padded + step.padded_rows, slots_idle=n.slots_idle + step.idle_rows,
+            padded_tokens=n.padded_tokens + step.padded_tokens, launches=total.launches,
+            stalled_tokens=n.stalled_tokens + step.stalled_tokens, steps=n.steps + 1,
+            row_passes=n.row_passes + step.sampled_rows, output_tokens=n.output_tokens + output_tokens,
+        )  # fmt: skip
+
+    def __getattr__(self, name: str) -> Any:
+        # every needle can be read on the meter itself: llm.meter.tokens_computed
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return getattr(self._needles, name)
+
+    def __str__(self) -> str:
+        return str(self._needles)
