@@ -10,9 +10,10 @@ from pathlib import Path
 
 from minillm.config import ModelConfig
 from minillm.model.presets import PRESETS
+from minillm.perf import units
 from minillm.perf.hardware import CARDS, Hardware, card, measure_machine
 from minillm.perf.roofline import Prediction, capacity, decode_work, predict, prefill_work
-from minillm.perf.units import KIB, MIB, check_positive, check_share, check_whole, format_bytes, format_count, format_rate, format_time
+from minillm.perf.units import format_bytes, format_count, format_rate, format_time
 
 BYTES_OF = {"float32": 4.0, "bfloat16": 2.0, "float16": 2.0, "float8_e4m3fn": 1.0, "int8": 1.0}
 HALF_MFU = 0.5  # model FLOPs utilisation of a well-tuned prefill, the usual rule of thumb
@@ -90,18 +91,18 @@ def plan(
     whole context unless said. Several cards share everything evenly and talk for free. Bad numbers raise ValueError.
     """
     for name, count in (("batch", batch), ("context", context), ("cards", cards)):
-        check_whole(name, count)
+        units.check_whole(name, count)
     prompt = context if prompt is None else prompt
-    check_whole("prompt", prompt)
+    units.check_whole("prompt", prompt)
     if prompt > context:
         raise ValueError(f"prompt ({prompt}) must be at most context ({context}), which counts prompt and output tokens")
-    check_share("usable", usable)
+    units.check_share("usable", usable)
     if dtype not in BYTES_OF:
         raise ValueError(f"dtype must be one of {', '.join(BYTES_OF)}, got {dtype!r}")
     bytes_per_weight = BYTES_OF[dtype] if bytes_per_weight is None else bytes_per_weight
     kv_bytes_per_element = BYTES_OF[dtype] if kv_bytes_per_element is None else kv_bytes_per_element
-    check_positive("bytes_per_weight", bytes_per_weight)
-    check_positive("kv_bytes_per_element", kv_bytes_per_element)
+    units.check_positive("bytes_per_weight", bytes_per_weight)
+    units.check_positive("kv_bytes_per_element", kv_bytes_per_element)
     hardware = hardware.times(cards)
     weight_bytes = config.num_params * bytes_per_weight
     per_token = config.kv_bytes_per_token(kv_bytes_per_element)
@@ -129,7 +130,7 @@ def render(p: Plan) -> str:
         ("derived from the model's shape", ""),
         ("parameters", f"{format_count(p.config.num_params / 1e6)} million"),
         ("weights", f"{format_bytes(p.weight_bytes)}, {p.bytes_per_weight:g} bytes each"),
-        ("KV per token", f"{p.kv_bytes_per_token / KIB:g} KiB, {p.kv_bytes_per_element:g} bytes per element"),
+        ("KV per token", f"{p.kv_bytes_per_token / units.KIB:g} KiB, {p.kv_bytes_per_element:g} bytes per element"),
         ("KV per request", f"{format_bytes(p.kv_bytes_per_request)} for {p.context} tokens"),
         (f"memory for batch {p.batch}", f"{format_bytes(p.total_bytes)}: {need}"),
         ("derived from shape and card: floors at full peaks", ""),
@@ -167,7 +168,8 @@ def read_config(source: str) -> ModelConfig:
     if path.is_file():
         return _from_file(path, source)
     if source.count("/") != 1 or source.startswith((".", "/", "~")) or source.endswith((".json", "/")):
-        raise ValueError(f"{source!r} is no file, no folder, no preset ({', '.join(PRESETS)}) and no hub id such as Qwen/Qwen3-32B")
+        known = ", ".join(PRESETS)
+        raise ValueError(f"{source!r} is no file, no folder, no preset ({known}) and no hub id such as Qwen/Qwen3-32B")
     return _from_file(_from_hub(source), source)
 
 
@@ -223,8 +225,8 @@ def run_plan(args: argparse.Namespace) -> int:
     config = read_config(args.config)
     hardware: Hardware = measure_machine() if args.card == "here" else card(args.card)
     if args.memory_mib is not None:
-        check_positive("memory-mib", args.memory_mib)
-        hardware = dataclasses.replace(hardware, memory=args.memory_mib * MIB)
+        units.check_positive("memory-mib", args.memory_mib)
+        hardware = dataclasses.replace(hardware, memory=args.memory_mib * units.MIB)
     made = plan(
         config, hardware, batch=args.batch, context=args.context, dtype=args.dtype,
         bytes_per_weight=None if args.weight_bits is None else args.weight_bits / 8,
