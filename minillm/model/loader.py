@@ -179,6 +179,6 @@ def _download_from_hub(repo: str) -> Path:
         raise DownloadError(f"there is no {repo!r} here or on the hub (or it is private: run `hf auth login`)") from error
     except Exception as error:  # the hub's client lets errors of several HTTP libraries through
         raise DownloadError(
-            f"could not download {repo!r} from the hub ({type(error).__name__}: {error}). If a local folder was meant, it does "
-            f"not exist. Without a network (or with HF_HUB_OFFLINE set), use a local folder, a .gguf file or {next(iter(PACKAGED))!r}"
+            f"could not download {repo!r} from the hub ({type(error).__name__}: {error}). If a local folder was meant, it is not "
+            f"there. Without a network (or with HF_HUB_OFFLINE=1), use a local folder, a .gguf file or {next(iter(PACKAGED))!r}"
         ) from error
