@@ -53,16 +53,22 @@ class TorchAttention:
                 groups.append(self._group(batch, part, q_len, starts, dtype))
         return groups
 
-    def _group(self, batch: ForwardBatch, rows: list[int], q_len: int, starts: np.ndarray, dtype: torch.dtype) -> RowGroup:
+    def single_group(self, batch: ForwardBatch, dtype: torch.dtype) -> RowGroup:
+        """All rows of a decoding batch in one group, with a mask always and at least two keys: one shape for compiled code."""
+        return self._group(batch, list(range(batch.num_rows)), 1, np.arange(batch.num_rows + 1), dtype, fixed_form=True)
+
+    def _group(
+        self, batch: ForwardBatch, rows: list[int], q_len: int, starts: np.ndarray, dtype: torch.dtype, fixed_form: bool = False
+    ) -> RowGroup:
         device = batch.token_ids.device
         kv_lens = np.array([batch.kv_lens[r] for r in rows])
-        longest = int(kv_lens.max())
+        longest = max(int(kv_lens.max()), 2 if fixed_form else 1)
         slots = np.zeros((len(rows), longest), dtype=np.int64)
         for i, r in enumerate(rows):
             slots[i, : kv_lens[i]] = slots_of(batch.tables[r], batch.block_size, 0, batch.kv_lens[r])
         mask = None
         windowed = self.window is not None and longest > self.window
-        if q_len > 1 or windowed or kv_lens.min() < longest:
+        if fixed_form or q_len > 1 or windowed or kv_lens.min() < longest:
             # bottom-right causal: the last query of a row sees the row's last key
             query = (kv_lens[:, None] - q_len + np.arange(q_len))[:, :, None]  # [rows, q_len, 1] positions
             key = np.arange(longest)

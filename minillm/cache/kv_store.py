@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Protocol, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -31,32 +31,36 @@ class KVStore(Protocol):
 
 
 class PlainKVStore:
-    """K and V in the model's own dtype, side by side: [layers, slots, 2, kv_heads, head_dim].
+    """K and V in the model's own dtype, side by side: per layer [slots, 2, kv_heads, head_dim], so that one gather fetches both.
 
-    They lie together so that one gather fetches both. ``shared_layers=True`` keeps a single layer that every layer
-    overwrites in turn: enough when nothing is remembered from one step to the next.
+    With one tensor for several layers (``PlainKVStore.shared``) each layer overwrites the last one's: enough when nothing is
+    remembered from one step to the next.
     """
 
-    def __init__(self, config: ModelConfig, num_slots: int, dtype: torch.dtype, device: torch.device | str = "cpu", shared_layers: bool = False):
-        self.num_slots = num_slots
-        self._layers = 1 if shared_layers else config.num_layers
-        self._kv_shape = (2, config.num_kv_heads, config.head_dim)
+    def __init__(self, layers: Sequence[Tensor]):
+        self.layers = list(layers)
+        self.num_slots = self.layers[0].shape[0]
+        self._kv_shape = self.layers[0].shape[1:]
+        self.bytes_per_token = len(self.layers) * self._kv_shape.numel() * self.layers[0].element_size()
+
+    @classmethod
+    def allocate(cls, config: ModelConfig, num_slots: int, dtype: torch.dtype, device: torch.device | str = "cpu", shared: bool = False) -> "PlainKVStore":
+        shape = (num_slots, 2, config.num_kv_heads, config.head_dim)
         # empty, not zeros: the operating system commits a page when it is first written, so an unused pool costs nothing
-        self.kv = torch.empty((self._layers, num_slots, *self._kv_shape), dtype=dtype, device=device)
-        # but the null block is read by padding rows and must not bring in NaN
-        self.kv[:, :1].zero_()
-        self.bytes_per_token = 2 * self._layers * config.kv_size * dtype.itemsize
+        layers = [torch.empty(shape, dtype=dtype, device=device) for _ in range(1 if shared else config.num_layers)]
+        for kv in layers:
+            kv[:1].zero_()  # but padding rows read the null block's first slot, and must not find NaN there
+        return cls(layers)
 
     def write(self, layer: int, slots: Tensor, k: Tensor, v: Tensor) -> None:
-        kv = self.kv[layer % self._layers]
-        kv[:, 0].index_copy_(0, slots, k)
-        kv[:, 1].index_copy_(0, slots, v)
+        self.layers[layer % len(self.layers)].index_copy_(0, slots, torch.stack((k, v), dim=1))
 
     def read(self, layer: int, slots: Tensor) -> tuple[Tensor, Tensor]:
-        # embedding is torch's fastest row gather on a CPU
-        rows = F.embedding(slots, self.kv[layer % self._layers].flatten(1))
+        # embedding is torch's fastest gather of rows on a CPU
+        rows = F.embedding(slots, self.layers[layer % len(self.layers)].flatten(1))
         kv = rows.unflatten(-1, self._kv_shape)
         return kv[:, :, 0], kv[:, :, 1]
 
     def poison(self, slots: Tensor) -> None:
-        self.kv[:, slots] = float("nan")
+        for kv in self.layers:
+            kv[slots] = float("nan")

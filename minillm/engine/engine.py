@@ -17,6 +17,7 @@ from minillm.cache.manager import CacheManager
 from minillm.cache.prefix import NoPrefixCache
 from minillm.cache.sizing import pool_size
 from minillm.config import EngineConfig
+from minillm.engine.compiled import CompiledDecode, CompileUnavailable
 from minillm.engine.detokenizer import Detokenizer
 from minillm.engine.request import Request, RequestOutput, Status
 from minillm.engine.runner import ModelRunner
@@ -64,16 +65,31 @@ class Engine:
         token_bytes = 2 * config.kv_size * model.dtype.itemsize * (config.num_layers if keep_kv else 1)
         self.pool_size = pool_size(options, token_bytes, self.max_model_len, model.device)
         block_size, num_blocks = self.pool_size.block_size, self.pool_size.num_blocks
-        self.store = PlainKVStore(config, (num_blocks + 1) * block_size, model.dtype, model.device, shared_layers=not keep_kv)
+        self.store = PlainKVStore.allocate(config, (num_blocks + 1) * block_size, model.dtype, model.device, shared=not keep_kv)
         self.cache = CacheManager(BlockPool(num_blocks), prefix, block_size)
         self.scheduler = SCHEDULERS[options.batching](self.cache, options.max_num_seqs, options.max_num_batched_tokens, keep_kv)
-        self.runner = ModelRunner(model, self.store, backend, block_size)
-        self.meter = Meter(model.weight_bytes(), num_blocks * block_size * self.store.bytes_per_token)
+        compiled = self._compile(backend) if options.compile else None
+        self.runner = ModelRunner(model, self.store, backend, block_size, compiled)
+        self.meter = Meter(self.weight_bytes, num_blocks * block_size * self.store.bytes_per_token)
         self._live: dict[str, Live] = {}
         self._held: list[RequestOutput] = []
         self._names = itertools.count()
         self._seeds = np.random.Generator(np.random.Philox(options.seed))
         log.info("%s", self.description)
+
+    def _compile(self, backend: object) -> CompiledDecode | None:
+        if type(backend) is not TorchAttention or type(self.store) is not PlainKVStore:
+            raise ValueError("compile=True compiles the torch attention backend over the plain KV store; leave attention_backend='auto'")
+        try:
+            return CompiledDecode(self.model, self.store, backend)
+        except CompileUnavailable as reason:
+            log.warning("compile=True is ignored: %s", reason)
+            return None
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of weights held: the model's, and the copy inside a compiled step."""
+        return self.model.weight_bytes() + (self.runner.compiled.weight_bytes if self.runner.compiled else 0)
 
     @property
     def description(self) -> str:
@@ -82,7 +98,7 @@ class Engine:
         pool = size.num_blocks * size.block_size * self.store.bytes_per_token
         return (
             f"{c.name}: {c.num_params / 1e6:.1f} M parameters in {str(self.model.dtype).removeprefix('torch.')} on {self.model.device} "
-            f"({self.model.weight_bytes() / 1e6:.0f} MB held); KV pool of {size.num_blocks} blocks of {size.block_size} tokens, "
+            f"({self.weight_bytes / 1e6:.0f} MB held); KV pool of {size.num_blocks} blocks of {size.block_size} tokens, "
             f"{pool / 1e6:.0f} MB ({size.reason}); up to {self.options.max_num_seqs} requests at once, {self.max_model_len} tokens each"
         )
 

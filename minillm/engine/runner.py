@@ -11,6 +11,7 @@ from torch import Tensor
 from minillm.attention.backend import AttentionBackend
 from minillm.cache.kv_store import KVStore
 from minillm.engine.batch import ForwardBatch, Row
+from minillm.engine.compiled import CompiledDecode
 from minillm.engine.scheduler import Scheduled, SchedulerOutput
 from minillm.model.transformer import Transformer
 from minillm.perf.work import Work
@@ -28,8 +29,10 @@ class StepResult:
 class ModelRunner:
     """Owns the model, the KV store and the attention backend; keeps nothing from one step to the next but the KV."""
 
-    def __init__(self, model: Transformer, store: KVStore, backend: AttentionBackend, block_size: int):
-        self.model, self.store, self.backend, self.block_size = model, store, backend, block_size
+    def __init__(
+        self, model: Transformer, store: KVStore, backend: AttentionBackend, block_size: int, compiled: CompiledDecode | None = None
+    ):
+        self.model, self.store, self.backend, self.block_size, self.compiled = model, store, backend, block_size, compiled
 
     @torch.inference_mode()
     def run(self, output: SchedulerOutput) -> StepResult:
@@ -39,6 +42,9 @@ class ModelRunner:
         return StepResult(logits, [s for s in output.scheduled if s.catches_up], work)
 
     def forward(self, batch: ForwardBatch) -> tuple[Tensor, Work]:
+        if self.compiled is not None and self.compiled.accepts(batch):
+            logits, groups = self.compiled.run(batch)
+            return logits, self.model.work(batch, self.backend, groups, fused=True)
         plan = self.backend.plan(batch, self.model.dtype)
         logits = self.model(batch, self.store, self.backend, plan)
         return logits, self.model.work(batch, self.backend, plan)

@@ -36,12 +36,16 @@ class Attention(nn.Module):
         store.write(layer, slots, k, v)
         return self.out(backend.forward(q, layer, store, plan).reshape(-1, c.q_size))
 
-    def work(self, batch: ForwardBatch, backend: AttentionBackend, plan: Any) -> Work:
+    def work(self, batch: ForwardBatch, backend: AttentionBackend, plan: Any, fused: bool = False) -> Work:
         c, tokens, element = self.config, batch.num_tokens, self.qkv.dtype.itemsize
-        rotated = tokens * (c.q_size + c.kv_size)
+        rotated, new_kv = tokens * (c.q_size + c.kv_size), 2 * tokens * c.kv_size
         total = self.qkv.work(tokens) + backend.work(batch, plan, c, self.qkv.dtype) + self.out.work(tokens)
-        total += Work(activation_bytes=6 * rotated * element, launches=3)  # rotate: product, roll, add, each read and written
-        total += Work(kv_write_bytes=2 * tokens * c.kv_size * element, activation_bytes=2 * tokens * c.kv_size * element, launches=2)
+        if fused:  # one operator rotates on the way to where q and k are wanted
+            return total + Work(kv_write_bytes=new_kv * element, activation_bytes=(rotated + tokens * c.q_size + new_kv) * element, launches=1)
+        # rotate: x·cos is read and written, the roll too, and the sum reads both and writes
+        total += Work(activation_bytes=7 * rotated * element, launches=3)
+        # K and V are stacked (read and written), then read once more on their way into the store
+        total += Work(kv_write_bytes=new_kv * element, activation_bytes=3 * new_kv * element, launches=2)
         if self.q_norm is not None and self.k_norm is not None:
             total += self.q_norm.work(tokens * c.num_heads) + self.k_norm.work(tokens * c.num_kv_heads)
             total += Work(activation_bytes=2 * rotated * element, launches=1)
@@ -59,11 +63,12 @@ class Layer(nn.Module):
         x = x + self.attention(self.attention_norm(x), *step)
         return x + self.mlp(self.mlp_norm(x))
 
-    def work(self, batch: ForwardBatch, backend: AttentionBackend, plan: Any) -> Work:
+    def work(self, batch: ForwardBatch, backend: AttentionBackend, plan: Any, fused: bool = False) -> Work:
         rows, width = batch.num_tokens, self.mlp.down.out_features
-        adds = Work(activation_bytes=6 * rows * width * self.mlp.down.dtype.itemsize, launches=2)
-        attention = self.attention_norm.work(rows) + self.attention.work(batch, backend, plan)
-        return attention + self.mlp_norm.work(rows) + self.mlp.work(rows) + adds
+        # each residual sum reads two and writes one; fused, it rides on the norm, which reads its input anyway
+        adds = Work(activation_bytes=(4 if fused else 6) * rows * width * self.mlp.down.dtype.itemsize, launches=0 if fused else 2)
+        attention = self.attention_norm.work(rows) + self.attention.work(batch, backend, plan, fused)
+        return attention + self.mlp_norm.work(rows) + self.mlp.work(rows, fused) + adds
 
 
 class Transformer(nn.Module):
@@ -105,13 +110,14 @@ class Transformer(nn.Module):
             x = layer(x, i, cos, sin, batch.slots, store, backend, plan)
         return self.head(self.norm(x[batch.logit_indices]))
 
-    def work(self, batch: ForwardBatch, backend: AttentionBackend, plan: Any) -> Work:
-        """What forward does for this batch. All layers have one shape, so one is counted and multiplied."""
+    def work(self, batch: ForwardBatch, backend: AttentionBackend, plan: Any, fused: bool = False) -> Work:
+        """What forward does for this batch; fused: small operators are compiled into one. All layers have one shape, so one is
+        counted and multiplied."""
         c, element, samples = self.config, self.dtype.itemsize, len(batch.logit_indices)
         lookup = batch.num_tokens * c.hidden_size * element
         embed = Work(weight_bytes=lookup + 2 * batch.num_tokens * c.head_dim * element, activation_bytes=lookup, launches=2)
         pick = Work(activation_bytes=2 * samples * c.hidden_size * element, launches=1)
-        layers = self.layers[0].work(batch, backend, plan) * c.num_layers  # type: ignore[operator]
+        layers = self.layers[0].work(batch, backend, plan, fused) * c.num_layers  # type: ignore[operator]
         return embed + layers + pick + self.norm.work(samples) + self.head.work(samples)
 
     def weight_bytes(self) -> int:

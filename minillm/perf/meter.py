@@ -127,11 +127,6 @@ class Meter:
     def snapshot(self) -> Needles:
         return self._needles
 
-    def hold_weights(self, weight_bytes: int) -> None:
-        """More weights are held from now on: another copy, packed for another kernel."""
-        self._held["weight_bytes_held"] += weight_bytes
-        self._needles = replace(self._needles, weight_bytes_held=self._held["weight_bytes_held"])
-
     def hold_kv(self, kv_allocated: int, kv_live: int) -> None:
         """What is held between two steps, after finished requests gave their blocks back."""
         self._needles = replace(self._needles, kv_allocated_bytes=kv_allocated, kv_live_bytes=kv_live)

@@ -1,0 +1,139 @@
+"""compile=True: the decode step as one ahead-of-time compiled library, kept on disk.
+
+The step is the same Transformer.forward; torch.export traces it with plain weights, and AOTInductor turns it into C++ that keeps the
+weights packed for the CPU's matrix units. It removes what half of an eager step consists of: Python, dispatch, small operators.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import inspect
+import io
+import logging
+import os
+import shutil
+import tempfile
+import time
+import warnings
+from pathlib import Path
+from types import ModuleType
+from typing import Sequence
+
+import torch
+from filelock import FileLock
+from torch import Tensor, nn
+
+from minillm.attention import torch_backend
+from minillm.attention.torch_backend import RowGroup, TorchAttention
+from minillm.cache import kv_store
+from minillm.cache.kv_store import PlainKVStore
+from minillm.engine.batch import ForwardBatch
+from minillm.model import layers, transformer
+from minillm.model.transformer import Transformer
+from minillm.paths import cache_dir
+from minillm.quant import linear
+from minillm.quant.linear import PlainLinear
+
+log = logging.getLogger("minillm")
+SOURCES: tuple[ModuleType, ...] = (transformer, layers, linear, torch_backend, kv_store)
+KEPT_PACKAGES = 4
+
+
+class CompileUnavailable(RuntimeError):
+    """This machine or this engine cannot run a compiled step; the message says why. The engine then runs eagerly."""
+
+
+class DecodeStep(nn.Module):
+    """The forward pass of rows that all decode one token, with every input a tensor: what torch.export traces."""
+
+    def __init__(self, model: Transformer, window: int | None):
+        super().__init__()
+        self.model, self.backend = model, TorchAttention(window)
+
+    def forward(self, token_ids: Tensor, positions: Tensor, slots: Tensor, kv_slots: Tensor, mask: Tensor, kv: Sequence[Tensor]) -> Tensor:
+        """token_ids, positions, slots [rows]; kv_slots [rows, keys]; mask [rows, 1, 1, keys]; kv: the store's layers. → [rows, vocab]"""
+        batch = ForwardBatch(token_ids, positions, slots, (), (), (), 1, torch.arange(token_ids.shape[0]))
+        group = RowGroup(slice(0, None), 1, kv_slots, mask, ())
+        return self.model(batch, PlainKVStore(kv), self.backend, [group])
+
+
+class CompiledDecode:
+    """Runs a batch in which every row computes one token and wants its logits."""
+
+    def __init__(self, model: Transformer, store: PlainKVStore, backend: TorchAttention):
+        self.store, self.backend, self.dtype = store, backend, model.dtype
+        package = find_or_build(model, store, backend.window)
+        self._step = torch._inductor.aoti_load_package(str(package))
+        self.weight_bytes = sum(t.nbytes for t in model.dense_weights().values())
+
+    def accepts(self, batch: ForwardBatch) -> bool:
+        return set(batch.q_lens) == {1} and len(batch.logit_indices) == batch.num_rows - batch.num_padding
+
+    def run(self, batch: ForwardBatch) -> tuple[Tensor, list[RowGroup]]:
+        """Logits of the rows that want them, and the plan they were computed with."""
+        group = self.backend.single_group(batch, self.dtype)
+        logits = self._step(batch.token_ids, batch.positions, batch.slots, group.slots, group.mask, self.store.layers)
+        return logits[: len(batch.logit_indices)], [group]
+
+
+def find_or_build(model: Transformer, store: PlainKVStore, window: int | None) -> Path:
+    """The compiled package of this model on this machine; built at the first call, found at later ones."""
+    if model.device.type != "cpu":
+        raise CompileUnavailable(f"the compiled step is built for a CPU, the model is on {model.device}")
+    if shutil.which(os.environ.get("CXX", "g++")) is None and shutil.which("clang++") is None:
+        raise CompileUnavailable("no C++ compiler was found; install g++ or clang++")
+    folder = cache_dir() / "compiled"
+    folder.mkdir(parents=True, exist_ok=True)
+    package = folder / f"{model.config.name.replace('/', '_')}-{fingerprint(model, store, window)}.pt2"
+    with FileLock(f"{package}.lock"):  # two engines that start at once compile once
+        if not package.exists():
+            log.warning("compiling the decode step of %s: a minute or two, once; kept in %s", model.config.name, folder)
+            started = time.monotonic()
+            with tempfile.TemporaryDirectory(dir=folder) as scratch:
+                os.replace(_build(model, store, window, Path(scratch) / "step.pt2"), package)
+            log.warning("compiled in %.0f s", time.monotonic() - started)
+            _prune(folder, keep=package)
+    os.utime(package)
+    return package
+
+
+def _build(model: Transformer, store: PlainKVStore, window: int | None, target: Path) -> Path:
+    from torch.export import Dim, export
+    from torch.fx.experimental import _config as shapes
+
+    step = DecodeStep(model.converted(model.dtype, model.device, PlainLinear()), window)
+    rows, keys, slots = Dim("rows", min=1), Dim("keys", min=2), Dim("slots", min=2)
+    dynamic = ({0: rows}, {0: rows}, {0: rows}, {0: rows, 1: keys}, {0: rows, 3: keys}, [{0: slots}] * len(store.layers))
+    m, n = 4, 32  # any sizes serve as an example; 1 would be taken for a constant
+    ones = torch.ones(m, dtype=torch.int64)
+    example = (ones, ones, ones, torch.ones(m, n, dtype=torch.int64), torch.zeros(m, 1, 1, n, dtype=model.dtype), store.layers)
+    # inductor's autotuner writes its tables to stderr; they belong to nobody who asked for an answer
+    quiet = contextlib.redirect_stderr(io.StringIO())
+    # sizes stay symbolic even where they are 1, so that one package serves every number of rows
+    with torch.inference_mode(False), torch.no_grad(), shapes.patch(backed_size_oblivious=True), warnings.catch_warnings(), quiet:
+        warnings.simplefilter("ignore")
+        program = export(step, example, dynamic_shapes=dynamic)
+        options = {"freezing": True, "max_autotune": True}
+        return Path(torch._inductor.aoti_compile_and_package(program, package_path=str(target), inductor_configs=options))
+
+
+def fingerprint(model: Transformer, store: PlainKVStore, window: int | None) -> str:
+    """Everything that the compiled code depends on: weights, shapes, our source, torch, threads and the CPU's abilities."""
+    digest = hashlib.blake2b(digest_size=12)
+    for module in SOURCES:
+        digest.update(inspect.getsource(module).encode())
+    capability = torch.backends.cpu.get_cpu_capability()
+    digest.update(repr((model.config, model.dtype, window, len(store.layers), torch.__version__, torch.get_num_threads(), capability)).encode())
+    for name, tensor in sorted(model.dense_weights().items()):
+        digest.update(name.encode())
+        digest.update(tensor.contiguous().view(torch.uint8).numpy())
+    return digest.hexdigest()
+
+
+def _prune(folder: Path, keep: Path) -> None:
+    """Packages hold a copy of the weights each: keep the few used last."""
+    packages = sorted(folder.glob("*.pt2"), key=lambda p: p.stat().st_mtime, reverse=True)
+    for old in packages[KEPT_PACKAGES:]:
+        if old != keep:
+            old.unlink(missing_ok=True)
