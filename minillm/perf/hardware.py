@@ -158,8 +158,8 @@ def measure_machine(device: str | torch.device = "auto", refresh: bool = False) 
     device = resolve_device(device)
     about = _about(device)
     path = cache_dir() / "machines" / (re.sub(r"[^a-z0-9.]+", "-", about.lower()).strip("-") + ".json")
-    known = None if refresh else _read(path)
-    if known is not None and known.label.startswith(about):
+    known = None if refresh else _read(path, about)
+    if known is not None:
         return known
     curve = probes.bandwidth_curve([*CURVE_SIZES, WORKING_SET], device)
     rates = probes.matmul_rates([DTYPES[name] for name in MEASURED_DTYPES], device)
@@ -169,7 +169,7 @@ def measure_machine(device: str | torch.device = "auto", refresh: bool = False) 
     name = torch.cuda.get_device_name(device) if on_gpu else f"this machine's CPU, {torch.get_num_threads()} threads"
     machine = Machine(
         name=name, bandwidth=curve[WORKING_SET], flops=flops, memory=_memory(device), source=f"measured here: {label}",
-        label=label, threads=torch.get_num_threads(), working_set=WORKING_SET, curve=tuple(curve.items()),
+        label=label, threads=torch.get_num_threads(), working_set=WORKING_SET, curve=tuple(sorted(curve.items())),
     )
     _write(path, machine)
     return machine
@@ -210,11 +210,12 @@ def _memory(device: torch.device) -> float:
     return float(total)
 
 
-def _read(path: Path) -> Machine | None:
-    """The machine kept in a file, or None if the file is missing, broken or from another version of this class."""
+def _read(path: Path, about: str) -> Machine | None:
+    """The machine kept in a file, or None if the file is missing, broken, of another machine or another version of this class."""
     try:
         raw = json.loads(path.read_text())
-        return Machine(**{**raw, "curve": tuple((size, bandwidth) for size, bandwidth in raw["curve"])})
+        machine = Machine(**{**raw, "curve": tuple((size, bandwidth) for size, bandwidth in raw["curve"])})
+        return machine if machine.label.startswith(about) else None
     except (OSError, ValueError, TypeError, KeyError, AttributeError):
         return None
 

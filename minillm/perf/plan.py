@@ -161,7 +161,7 @@ def read_config(source: str) -> ModelConfig:
     if source in PRESETS:
         return PRESETS[source]
     path = Path(source).expanduser()
-    if path.is_dir():
+    if source and path.is_dir():  # an empty name would mean the current folder
         path = path / "config.json"
         if not path.is_file():
             raise ValueError(f"the folder {source} has no config.json")

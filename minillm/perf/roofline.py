@@ -37,7 +37,7 @@ class Prediction:
             return f"overhead-bound: {format_time(self.overhead_s)} of overhead, {compute} of arithmetic, {move} of data movement"
         if self.bound == "compute":
             return f"compute-bound: {compute} of arithmetic against {move} of data movement"
-        busy = 100 * self.compute_s / self.seconds
+        busy = 100 * self.compute_s / self.seconds if self.seconds else 0
         return f"bandwidth-bound: {move} of data movement against {compute} of arithmetic, which is busy {busy:.2g} % of the time"
 
 
