@@ -1,0 +1,209 @@
+"""A live panel: controls that re-run a measurement in the background, a picture, a verdict, and a still view for readers."""
+
+from __future__ import annotations
+
+import base64
+import html
+import re
+import threading
+import time
+from typing import Any, Callable, Mapping
+
+import ipywidgets as w
+from matplotlib.figure import Figure
+
+from minillm.course.session import headless
+from minillm.course.style import png
+
+_open: dict[str, w.Widget] = {}  # name → the one live widget of that name in this kernel
+_measuring = threading.Lock()  # two measurements at once would disturb each other
+PROGRESS_SECONDS = 0.1  # at most ten progress messages a second
+FIRST_PICTURE_SECONDS = 3.0
+
+
+class Cancelled(Exception):
+    """Raised inside a measurement whose controls have moved on."""
+
+
+def close_tree(widget: w.Widget) -> None:
+    """Close a widget with everything that it holds: children, layouts, styles."""
+    for child in getattr(widget, "children", ()):
+        close_tree(child)
+    for name in ("layout", "style"):
+        held = getattr(widget, name, None)
+        if isinstance(held, w.Widget):
+            held.close()
+    w.Widget.close(widget)
+
+
+def claim(name: str, widget: w.Widget) -> Any:
+    """Make ``widget`` the only live one of this name: running a cell again closes the widget of its last run."""
+    old = _open.pop(name, None)
+    if old is not None:
+        old.close() if isinstance(old, Panel) else close_tree(old)
+    _open[name] = widget
+    return widget
+
+
+class Job:
+    """One measurement on its way. The measuring function gets it as its first argument."""
+
+    def __init__(self, values: dict[str, Any], report: Callable[["Job", float], None]) -> None:
+        self.values = values
+        self._cancel, self._report, self._said = threading.Event(), report, 0.0
+
+    @property
+    def cancelled(self) -> bool:
+        return self._cancel.is_set()
+
+    def cancel(self) -> None:
+        self._cancel.set()
+
+    def check(self) -> None:
+        """Raise Cancelled when a newer measurement waits; call it between repeats."""
+        if self.cancelled:
+            raise Cancelled
+
+    def progress(self, fraction: float) -> None:
+        """Show how far the measurement is (0 to 1), and stop here if it is cancelled."""
+        self.check()
+        if time.monotonic() - self._said >= PROGRESS_SECONDS:
+            self._said = time.monotonic()
+            self._report(self, fraction)
+
+
+class Panel(w.VBox):
+    """Controls, a picture and a verdict around one measurement.
+
+    name: a cell that builds a panel of the same name again replaces this one. controls: name → ipywidgets control.
+    measure(job, **values): runs in a worker thread; calls ``job.progress(fraction)`` between its repeats.
+    draw(values, result): (Figure or PNG bytes, verdict); ``result`` is None before the measurement is there, so that the
+    prediction is on the page at once. The newest control values win: an older measurement is cancelled, never queued.
+    ``wait()`` blocks until the last measurement is shown: for tests and runs without a front end.
+    """
+
+    def __init__(
+        self, name: str, controls: Mapping[str, Any], measure: Callable[..., Any],
+        draw: Callable[[dict[str, Any], Any], tuple[Figure | bytes, str]],
+    ) -> None:
+        self.name, self.controls = name, dict(controls)
+        self._measure, self._draw, self._headless = measure, draw, headless()
+        self._state = threading.Condition()
+        self._newest: Job | None = None
+        self._pending: Job | None = None
+        self._busy = self._closed = False
+        self._error: Exception | None = None
+        self.picture = w.Image(format="png", layout=w.Layout(width="min(100%, 770px)"))
+        self.verdict = w.HTML()
+        self.bar = w.FloatProgress(0.0, min=0.0, max=1.0, layout=w.Layout(width="14em", height="1em", visibility="hidden"))
+        for control in self.controls.values():
+            if control.has_trait("continuous_update"):
+                control.continuous_update = False  # measure where the slider stops, not everywhere it passes
+            control.observe(self._moved, "value")
+        row = w.HBox([*self.controls.values(), self.bar], layout=w.Layout(flex_flow="row wrap"))
+        super().__init__([row, self.verdict, self.picture])
+        claim(name, self)
+        self._moved()
+
+    def __getitem__(self, control: str) -> Any:
+        return self.controls[control]
+
+    @property
+    def values(self) -> dict[str, Any]:
+        return {name: control.value for name, control in self.controls.items()}
+
+    def wait(self, timeout: float = 60.0) -> None:
+        """Block until nothing is being measured. TimeoutError after ``timeout`` seconds; raises what the measurement raised."""
+        with self._state:
+            if not self._state.wait_for(lambda: not self._busy, timeout):
+                raise TimeoutError(f"{self.name}: still measuring after {timeout:g} s")
+            error, self._error = self._error, None
+        if error is not None:
+            raise error
+
+    def close(self) -> None:
+        """Cancel what runs and close every widget of the panel."""
+        with self._state:
+            self._closed, self._pending = True, None
+            if self._newest:
+                self._newest.cancel()
+        for control in self.controls.values():
+            control.unobserve(self._moved, "value")
+        if _open.get(self.name) is self:
+            del _open[self.name]
+        close_tree(self)
+
+    def _moved(self, _: Any = None) -> None:
+        job = Job(self.values, self._progressed)
+        with self._state:
+            if self._closed:
+                return
+            if self._newest:
+                self._newest.cancel()
+            self._newest = self._pending = job
+            self._error = None
+            start, self._busy = not self._busy, True
+        if start:
+            threading.Thread(target=self._work, name=f"panel {self.name}", daemon=True).start()
+
+    def _work(self) -> None:
+        """Run the pending job until there is none; then the thread ends."""
+        while True:
+            with self._state:
+                job, self._pending = self._pending, None
+                if job is None:
+                    self._busy = False
+                    self._state.notify_all()
+                    return
+            try:
+                self._show(job, None)
+                self._bar(job, 0.0, "visible")
+                with _measuring:
+                    job.check()
+                    result = self._measure(job, **job.values)
+                job.check()
+                self._show(job, result)
+            except Cancelled:
+                continue
+            except Exception as error:  # shown on the page: a thread's traceback would go nowhere
+                self._fail(job, error)
+            self._bar(job, 1.0, "hidden")
+
+    def _show(self, job: Job, result: Any) -> None:
+        drawn, verdict = self._draw(job.values, result)
+        caption = re.sub(r"<[^>]*>", "", verdict) if self._headless else None
+        image = png(drawn, html.unescape(caption) if caption else None) if isinstance(drawn, Figure) else drawn
+        with self._state:
+            if job is self._newest and not self._closed:
+                self.picture.value = image  # replaced in place: the old picture stays until the new one is there
+                self.verdict.value = verdict
+                self._state.notify_all()
+
+    def _fail(self, job: Job, error: Exception) -> None:
+        with self._state:
+            if job is self._newest and not self._closed:
+                self._error = error
+                what = html.escape(f"{type(error).__name__}: {error}")
+                self.verdict.value = f"<span role='alert'>The measurement failed: {what}</span>"
+
+    def _progressed(self, job: Job, fraction: float) -> None:
+        self._bar(job, fraction, "visible")
+
+    def _bar(self, job: Job, fraction: float, visibility: str) -> None:
+        with self._state:
+            if job is self._newest and not self._closed:
+                self.bar.value, self.bar.layout.visibility = fraction, visibility
+
+    def __repr__(self) -> str:
+        return f"{self.name}: a live panel; run this cell in JupyterLab to move its controls"
+
+    def _repr_mimebundle_(self, **kwargs: Any) -> Any:
+        """The live view where somebody can use it; the picture and a line of text always, for readers on the web."""
+        if self._headless:
+            self.wait()
+        with self._state:  # the prediction's picture is drawn within a moment; the saved notebook shall hold it
+            self._state.wait_for(lambda: bool(self.picture.value) or not self._busy, FIRST_PICTURE_SECONDS)
+        live = {} if self._headless else super()._repr_mimebundle_(**kwargs) or {}
+        data = live[0] if isinstance(live, tuple) else live
+        still = {"image/png": base64.b64encode(self.picture.value).decode()} if self.picture.value else {}
+        return {**data, "text/plain": repr(self), **still}
