@@ -27,7 +27,7 @@ OTHERS = ("notebooks", "exercises", "browser", "gpu")  # folders of tests/ that 
 PARALLEL = ("-n", "2", "--dist", "loadfile")  # the one distribution that nbval works with
 NBVAL = ("--nbval", "--nbval-current-env", "--nbval-cell-timeout=120", "--nbval-kernel-startup-timeout=120")
 FAST = ("-m", "not slow and not model and not network")
-PATIENCE = 1.5  # a group over its budget is reported, and ended at this many budgets: all of them fit CI's 40 minutes
+PATIENCE = 1.3  # a group over its budget is reported, and ended at this many budgets: all of them fit CI's 40 minutes
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Group:
 
     def folders(self, root: Path) -> list[str]:
         """Those of the paths that hold a test or a notebook."""
-        return [path for path in self.paths if any(self._is_test(file.relative_to(root / path)) for file in (root / path).rglob("*"))]
+        return [p for p in self.paths if any(self._is_test(file.relative_to(root / p)) for file in (root / p).rglob("*"))]
 
     def _is_test(self, file: Path) -> bool:
         test = file.suffix == ".ipynb" or (file.name.startswith("test_") and file.suffix == ".py")
@@ -56,7 +56,7 @@ class Group:
 
 GROUPS = (
     Group("unit", ("tests",), budget=600, options=PARALLEL, ignored=OTHERS, one_thread=True),
-    Group("notebooks", ("chapters", "solutions", "tests/notebooks"), budget=480, options=(*PARALLEL, *NBVAL)),
+    Group("notebooks", ("chapters", "solutions", "tests/notebooks"), budget=540, options=(*PARALLEL, *NBVAL)),
     Group("exercises", ("tests/exercises",), budget=240, options=PARALLEL, one_thread=True),
     Group("browser", ("tests/browser",), budget=180),
 )

@@ -25,7 +25,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
         state, path = status()
         if state != "ok":
-            skip = pytest.mark.skip(reason=f"the default model is {state} at {path}; fetch it with: python -m minillm.model.fetch")
+            reason = f"the default model is {state} at {path}; fetch it with: python -m minillm.model.fetch"
+            skip = pytest.mark.skip(reason=reason)
             for item in wants_model:
                 item.add_marker(skip)
     if not config.getoption("--network"):

@@ -1,0 +1,1 @@
+"""The course's tools. They use the engine; the engine knows nothing of them."""
