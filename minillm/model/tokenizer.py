@@ -66,7 +66,8 @@ class Tokenizer:
         return cls(backend, named, _folder_template(folder, settings), () if eos is None else (eos,))
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of a text. Special tokens spelled out in it become their ids.
+        """Token ids of a text. Special tokens spelled out in it become their ids; a byte that the vocabulary lacks is left out
+        (SmolLM's has none for six control characters).
 
         add_special_tokens: put a begin-of-sequence token in front if this model was trained with one.
         """
