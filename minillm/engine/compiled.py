@@ -106,8 +106,8 @@ def _build(model: Transformer, store: PlainKVStore, window: int | None, target: 
     rows, keys, slots = Dim("rows", min=1), Dim("keys", min=2), Dim("slots", min=2)
     dynamic = ({0: rows}, {0: rows}, {0: rows}, {0: rows, 1: keys}, {0: rows, 3: keys}, [{0: slots}] * len(store.layers))
     m, n = 4, 32  # any sizes serve as an example; 1 would be taken for a constant
-    ones = torch.ones(m, dtype=torch.int64)
-    example = (ones, ones, ones, torch.ones(m, n, dtype=torch.int64), torch.zeros(m, 1, 1, n, dtype=model.dtype), store.layers)
+    tokens, positions, at = (torch.arange(m) for _ in range(3))  # three tensors: one given thrice would be traced as one input
+    example = (tokens, positions, at, torch.ones(m, n, dtype=torch.int64), torch.zeros(m, 1, 1, n, dtype=model.dtype), store.layers)
     # inductor's autotuner writes its tables to stderr; they belong to nobody who asked for an answer
     quiet = contextlib.redirect_stderr(io.StringIO())
     # sizes stay symbolic even where they are 1, so that one package serves every number of rows
