@@ -1,0 +1,175 @@
+"""minillm on the command line. A user's mistake is one line on stderr and exit code 2, never a traceback."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import sys
+from typing import Any, Sequence
+
+DESCRIPTION = "A small, real LLM inference engine, and the course that builds it up."
+EPILOG = "Start with `minillm doctor`, then `minillm generate 'The capital of France is'`. Every command has its own --help."
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="minillm", description=DESCRIPTION, epilog=EPILOG)
+    parser.add_argument("-v", "--verbose", action="store_true", help="also say what the engine chose (dtype, KV pool)")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+
+    generate = commands.add_parser("generate", help="continue a text, as it is written", description="Continue a text, token by token.")
+    generate.add_argument("prompt", help="the text to continue; - reads it from standard input")
+    generate.add_argument("--chat", action="store_true", help="put the prompt into the model's chat template: ask instead of continue")
+    _add_model_arguments(generate)
+    _add_sampling_arguments(generate)
+    generate.add_argument("--meter", action="store_true", help="print the six needles afterwards")
+    generate.set_defaults(run=run_generate)
+
+    chat = commands.add_parser("chat", help="talk to the model", description="Talk to the model; an empty line or Ctrl-D ends.")
+    chat.add_argument("--system", help="what the model is told to be")
+    _add_model_arguments(chat)
+    _add_sampling_arguments(chat, max_tokens=512)
+    chat.set_defaults(run=run_chat)
+
+    demo = commands.add_parser("demo", help="one answer, its needles and its roofline", description="One answer explained by its counts.")
+    demo.add_argument("question", nargs="?", default="Why is the sky blue? Answer in two sentences.")
+    _add_model_arguments(demo)
+    demo.set_defaults(run=run_demo)
+
+    doctor = commands.add_parser("doctor", help="what works on this machine, and what to do about the rest")
+    doctor.set_defaults(run=run_doctor)
+
+    from minillm.perf.plan import add_plan_arguments, run_plan
+
+    plan = commands.add_parser(
+        "plan", help="memory, KV and speed limits of a model on a card", description="Derive memory, KV cache, latency floors and concurrency."
+    )
+    add_plan_arguments(plan)
+    plan.set_defaults(run=run_plan)
+
+    from minillm.bench.suite import add_bench_arguments, run_bench
+
+    bench = commands.add_parser("bench", help="measure the engine against its peers, in one run", description="Measure against peers.")
+    add_bench_arguments(bench)
+    bench.set_defaults(run=run_bench)
+
+    from minillm.course.status import add_course_arguments
+
+    add_course_arguments(commands)
+    return parser
+
+
+def _add_model_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--model", default="smollm2-135m", help="smollm2-135m (default), a folder, a .gguf file or a hub id")
+    parser.add_argument("--dtype", default="auto", help="auto (default), bfloat16, float16, float32 or float64")
+    parser.add_argument("--device", default="auto", help="auto (default), cpu or cuda")
+    parser.add_argument("--max-model-len", type=int, help="tokens of prompt and answer together (default: the model's limit)")
+    parser.add_argument("--kv-cache", default="paged", help="paged (default), contiguous, or none: recompute everything")
+    parser.add_argument("--compile", action="store_true", help="compile the decode step: a minute or two the first time, then kept")
+
+
+def _add_sampling_arguments(parser: argparse.ArgumentParser, max_tokens: int = 128) -> None:
+    parser.add_argument("--max-tokens", type=int, default=max_tokens, help=f"new tokens at most (default {max_tokens})")
+    parser.add_argument("--temperature", type=float, default=0.0, help="0 (default) always takes the most likely token")
+    parser.add_argument("--top-k", type=int, default=0, help="choose among the k most likely tokens; 0 (default): among all")
+    parser.add_argument("--top-p", type=float, default=1.0, help="choose among the most likely tokens that reach this probability")
+    parser.add_argument("--seed", type=int, help="repeat the same random choices")
+    parser.add_argument("--stop", action="append", default=[], help="end in front of this text; may be given several times")
+
+
+def _load(args: argparse.Namespace) -> Any:
+    from minillm.llm import LLM
+
+    return LLM(
+        args.model, dtype=args.dtype, device=args.device, max_model_len=args.max_model_len, kv_cache=args.kv_cache, compile=args.compile
+    )
+
+
+def _params(args: argparse.Namespace) -> Any:
+    from minillm.sampling_params import SamplingParams
+
+    return SamplingParams(
+        max_tokens=args.max_tokens, temperature=args.temperature, top_k=args.top_k, top_p=args.top_p, seed=args.seed, stop=args.stop
+    )
+
+
+def run_generate(args: argparse.Namespace) -> int:
+    params = _params(args)
+    prompt: Any = sys.stdin.read() if args.prompt == "-" else args.prompt
+    llm = _load(args)
+    _print_stream(llm, [{"role": "user", "content": prompt}] if args.chat else prompt, params)
+    if args.meter:
+        print(f"\n{llm.meter}")
+    return 0
+
+
+def run_chat(args: argparse.Namespace) -> int:
+    params = _params(args)
+    llm = _load(args)
+    messages = [{"role": "system", "content": args.system}] if args.system else []
+    print(f"{llm.model.config.name}. An empty line ends.", file=sys.stderr)
+    while line := _ask():
+        messages.append({"role": "user", "content": line})
+        try:
+            answer = _print_stream(llm, messages, params)
+        except ValueError as error:  # the conversation has outgrown the model; it can go on without this turn
+            print(f"minillm: {error}", file=sys.stderr)
+            messages.pop()
+            continue
+        messages.append({"role": "assistant", "content": answer})
+    return 0
+
+
+def _ask() -> str:
+    try:
+        return input("> ").strip()
+    except EOFError:
+        print()
+        return ""
+
+
+def _print_stream(llm: Any, prompt: Any, params: Any) -> str:
+    """Print the answer as it grows. A model without a tokenizer prints token ids."""
+    pieces = []
+    for delta in llm.stream(prompt, params):
+        piece = delta if isinstance(delta, str) else f"{delta} "
+        pieces.append(piece)
+        print(piece, end="", flush=True)
+    print()
+    return "".join(pieces)
+
+
+def run_demo(args: argparse.Namespace) -> int:
+    from minillm.course.demo import demo
+
+    demo(_load(args), args.question)
+    return 0
+
+
+def run_doctor(args: argparse.Namespace) -> int:
+    from minillm.course.doctor import run_doctor as examine
+
+    return examine(sys.stdout)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = build_parser().parse_args(argv)
+    logging.basicConfig(format="minillm: %(message)s", stream=sys.stderr)
+    logging.getLogger("minillm").setLevel(logging.INFO if args.verbose else logging.WARNING)
+    try:
+        return args.run(args)
+    except KeyboardInterrupt:
+        print(file=sys.stderr)
+        return 130
+    except BrokenPipeError:  # the reader of our output left, as `| head` does
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except (ValueError, OSError, RuntimeError) as error:
+        if args.verbose:
+            raise
+        print(f"minillm: {error}", file=sys.stderr)
+        return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())
