@@ -50,14 +50,14 @@ def distribution(row: Tensor, temperature: float, top_k: int = 0, top_p: float =
         return None, probs
     vocab = len(row)
     k = min(top_k or vocab, vocab)
-    ids, kept = _most_likely(probs, CANDIDATES) if CANDIDATES < vocab else _most_likely(probs, vocab)
-    if k > len(ids) and kept.sum() < top_p:
+    ids, kept = _most_likely(probs, min(CANDIDATES, vocab))
+    if k > len(ids) and (k < vocab or kept.sum() < top_p):
         ids, kept = _most_likely(probs, vocab)
     ids, kept = ids[:k], kept[:k]
-    kept = kept / kept.sum()
     if top_p < 1.0:
+        mass = kept.sum() if k < vocab else 1.0  # what top_p is a share of: all that top-k left, not only the candidates
         before = kept.cumsum(0) - kept
-        keep = int((before < top_p).sum().clamp(min=1))
+        keep = int((before < top_p * mass).sum().clamp(min=1))
         ids, kept = ids[:keep], kept[:keep]
     return ids, kept / kept.sum()
 
@@ -67,7 +67,10 @@ def _most_likely(probs: Tensor, n: int) -> tuple[Tensor, Tensor]:
     if n >= len(probs):
         kept, ids = probs.sort(descending=True, stable=True)
         return ids, kept
-    ids = probs.topk(n, sorted=False).indices.sort().values
+    least = probs.topk(n, sorted=False).values.min()
+    above = (probs > least).nonzero().flatten()
+    level = (probs == least).nonzero().flatten()[: n - len(above)]  # topk takes any of the equal ones at its border
+    ids = torch.cat([above, level]).sort().values
     kept, order = probs[ids].sort(descending=True, stable=True)
     return ids[order], kept
 
