@@ -146,10 +146,13 @@ def _run_one(task: Task, named: NamedCheck, candidate: Any) -> tuple[str | None,
 def _line_of(error: Exception, candidate: Any) -> str:
     """"line 3: k = cache[layer]", the deepest line of the learner's file or cell on the way to the error."""
     files = {code.co_filename for code in codes(candidate)}
-    frames = [f for f in traceback.extract_tb(error.__traceback__) if f.filename in files]
-    if not frames:
-        return ""
-    return f"line {frames[-1].lineno}: {linecache.getline(frames[-1].filename, frames[-1].lineno or 0).strip()}"
+    own = {id(code) for code in codes(candidate)}
+    inside, found = False, ""
+    for frame, line in traceback.walk_tb(error.__traceback__):
+        inside = inside or id(frame.f_code) in own
+        if inside and frame.f_code.co_filename in files:
+            found = f"line {line}: {linecache.getline(frame.f_code.co_filename, line).strip()}"
+    return found
 
 
 def _explain(error: Exception, where: str) -> str:

@@ -24,8 +24,8 @@ class Span:
 
 PALE = "#F2F2F2"
 KINDS = {  # kind: colour, hatch
-    "prefill": (COLOURS[1] + "B0", ""), "decode": (COLOURS[4], ""), "padding": (PALE, "...."), "idle": ("white", ""),
-    "draft": (COLOURS[3], "////"), "wasted": (PALE, "xxxx"), "stalled": (PALE, "////"), "transfer": (COLOURS[2], "...."),
+    "prefill": (COLOURS[1], ""), "decode": ("#9CCFF0", ""), "padding": (PALE, "...."), "idle": ("white", ""),
+    "draft": (COLOURS[4], "////"), "wasted": (PALE, "xxxx"), "stalled": (PALE, "////"), "transfer": (COLOURS[5], "...."),
 }
 
 
@@ -70,7 +70,8 @@ def block_table(
         raise ValueError(f"block {bad[0]} is outside the pool of {num_blocks}")
     owners = {b: [name for name, table in tables.items() if b in table] for b in range(num_blocks)}
     counts = {b: len(owners[b]) if ref_counts is None else ref_counts.get(b, 0) for b in range(num_blocks)}
-    style = {name: (COLOURS[(0, 4, 2, 3, 1, 5)[i % 6]], HATCHES[i // 6 % 6]) for i, name in enumerate(tables)}
+    style = {name: (COLOURS[(0, 2, 5, 4, 1, 3)[i % 6]], HATCHES[i // 6 % 6]) for i, name in enumerate(tables)}
+    columns = min(columns, max(num_blocks, 5))
     rows, longest = -(-num_blocks // columns), max([1, *(len(t) for t in tables.values())])
     left = columns + 0.8 + 0.22 * max([4, *(len(name) for name in tables)])  # where the tables' boxes begin
     width, height = left + longest + 0.2, max(rows, len(tables)) + 1.9
@@ -105,7 +106,7 @@ def block_table(
     free = sum(not count and b not in cached for b, count in counts.items())
     shared = sum(count > 1 for count in counts.values())
     ax.text(0, -0.25, f"pool of {num_blocks} blocks (×references)", fontsize=SMALL + 0.5, color=INK)
-    ax.text(left, -0.25, "block tables", fontsize=SMALL + 0.5, color=INK)
+    ax.text(left, -0.25, "block tables" if tables else "", fontsize=SMALL + 0.5, color=INK)
     ax.text(0, rows + 0.5, f"{free} free, {len(set(cached))} cached, {shared} shared", fontsize=SMALL, color=SOFT)
     if title:
         ax.text(0, -1.1, title, fontsize=FONT + 1, color=INK)

@@ -49,7 +49,7 @@ def strip_source(source: str, number: str, where: str) -> str:
         bare = [line for line in lines if line.strip() and not line.lstrip().startswith("#")]
         if bare:
             raise ValueError(f"{where}: every line of a FAULT must be commented out, got {bare[0].strip()!r}")
-        return "\n".join(re.sub(r"^([ \t]*)# ?", r"\1", line) for line in lines)
+        return "\n".join(re.sub(r"^([ \t]*)# ?", r"\1", line).rstrip() for line in lines)
 
     text = HIDDEN.sub("", SOLUTION.sub(stub, source)).rstrip("\n")
     left = re.search(r"### (BEGIN|END) (SOLUTION|FAULT|HIDDEN TESTS)", text)
@@ -84,8 +84,7 @@ def generate(solution: Path) -> str:
 
 def keep_copy(path: Path, progress: Progress | None = None) -> Path:
     """Copy a learner's notebook into the data folder before it is replaced; returns where it is kept."""
-    folder = (progress or Progress()).folder / "backups"
-    folder.mkdir(parents=True, exist_ok=True)
+    folder = (progress or Progress()).subfolder("backups")
     stem = f"{notebook_number(path)}_{path.stem}_{time.strftime('%Y%m%d-%H%M%S')}"
     kept, n = folder / f"{stem}.ipynb", 2
     while kept.exists():

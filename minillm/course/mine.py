@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import sys
 from pathlib import Path
 from typing import Any, Callable, Iterable
 
@@ -17,9 +18,8 @@ def save_part(task: Task, candidate: Any, progress: Progress | None = None) -> P
     if task.seam is None:
         raise ValueError(f"{task.id} has no seam in the engine")
     store, name = progress or Progress(), name_of(candidate)
-    path = store.folder / "parts" / f"{task.id.replace(' ', '_')}.py"
     text = f"# {task.id}, {task.title}: written by you, kept on {now()}\n{bundle(candidate)}"
-    path.parent.mkdir(parents=True, exist_ok=True)
+    path = store.subfolder("parts") / f"{task.id.replace(' ', '_')}.py"
     trial = path.with_name("trial_" + path.name)
     trial.write_text(text, encoding="utf-8")
     try:
@@ -40,6 +40,7 @@ def _load(path: Path, name: str) -> Any:
     if spec is None or spec.loader is None:
         raise ImportError(f"{path} cannot be imported")
     module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look their module up there
     spec.loader.exec_module(module)
     return getattr(module, name)
 

@@ -40,9 +40,17 @@ def claim(name: str, widget: w.Widget) -> Any:
     """Make ``widget`` the only live one of this name: running a cell again closes the widget of its last run."""
     old = _open.pop(name, None)
     if old is not None:
-        old.close() if isinstance(old, Panel) else close_tree(old)
+        close_widget(old)
     _open[name] = widget
     return widget
+
+
+def close_widget(widget: w.Widget) -> None:
+    """Close a panel, or any widget with everything that it holds."""
+    if isinstance(widget, Panel):
+        widget.close()
+    else:
+        close_tree(widget)
 
 
 class Job:
@@ -122,8 +130,10 @@ class Panel(w.VBox):
             raise error
 
     def close(self) -> None:
-        """Cancel what runs and close every widget of the panel."""
+        """Cancel what runs and close every widget of the panel. ipywidgets calls this again when the object is collected."""
         with self._state:
+            if self._closed:
+                return
             self._closed, self._pending = True, None
             if self._newest:
                 self._newest.cancel()

@@ -53,6 +53,13 @@ class Progress:
             yield data
             self._store(data)
 
+    def subfolder(self, name: str) -> Path:
+        """A folder beside the progress file, made if need be."""
+        with self._locked():
+            folder = self.folder / name
+            folder.mkdir(exist_ok=True)
+        return folder
+
     @contextlib.contextmanager
     def _locked(self) -> Iterator[None]:
         try:

@@ -63,7 +63,9 @@ def data_dir() -> Path:
         return _scratch()
     if home := os.environ.get("MINILLM_HOME"):
         return Path(home).expanduser()
-    return Path(os.environ.get("XDG_DATA_HOME") or Path.home() / ".local" / "share").expanduser() / "minillm"
+    shared = os.environ.get("XDG_DATA_HOME", "")
+    # the XDG rule: a relative path there is invalid and must be ignored
+    return (Path(shared) if Path(shared).is_absolute() else Path.home() / ".local" / "share") / "minillm"
 
 
 def course_root(start: Path | None = None) -> Path | None:

@@ -12,7 +12,7 @@ import types
 from pathlib import Path
 from typing import Any, Iterator
 
-from minillm.course.session import kernel
+from minillm.course.session import headless, kernel
 from minillm.course.witness import codes, unwrap
 
 
@@ -34,7 +34,10 @@ def label(obj: Any) -> str:
 
 
 def location(obj: Any) -> str:
-    """Where the learner wrote it: "cell In[7]", or file and line."""
+    """Where the learner wrote it: "cell In[7]", or file and line.
+
+    Without a front end it is "this notebook": nbval counts every cell as the first, so a number would differ between runs.
+    """
     written = codes(obj)
     if not written:
         return "an unknown place"
@@ -42,7 +45,7 @@ def location(obj: Any) -> str:
     compiler = getattr(getattr(kernel(), "shell", None), "compile", None)
     named = compiler.format_code_name(code.co_filename) if compiler is not None else None
     if named:
-        return f"cell {named[1]}"
+        return "this notebook" if headless() else f"cell {named[1]}"
     return f"{Path(code.co_filename).name}, line {code.co_firstlineno}"
 
 

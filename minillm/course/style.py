@@ -10,10 +10,10 @@ from matplotlib.axes import Axes
 from matplotlib.axis import Axis
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
 # Okabe and Ito's palette, ordered so that neighbours also differ in grey; line, marker and hatch say the same thing again.
-COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#8A6D00")
+COLOURS = ("#0072B2", "#D55E00", "#56B4E9", "#8A6D00", "#CC79A7", "#009E73")
 LINES: tuple[Any, ...] = ("-", "--", "-.", ":", (0, (6, 1.5, 1, 1.5, 1, 1.5)), (0, (1, 1)))
 MARKERS = ("o", "s", "D", "^", "v", "P")
 HATCHES = ("", "////", "....", "xxxx", "\\\\\\\\", "++++")
@@ -83,7 +83,7 @@ def power_ticks(axis: Axis, unit: str = "", prefixes: bool = True) -> None:
     steps = (1.0, 2.0, 5.0) if high / low < 30 else (1.0,)
     axis.set_major_locator(LogLocator(10, subs=steps, numticks=12))
     axis.set_major_formatter(FuncFormatter(lambda v, _: si(v, unit) if prefixes else f"{v:g}"))
-    axis.set_minor_formatter(NullFormatter())
+    axis.set_minor_locator(NullLocator())
 
 
 OFFSETS = ((7, 6), (7, -13), (-7, 6), (-7, -13), (7, 18), (7, -25), (-7, 18), (-7, -25), (7, 30), (-7, 30))
