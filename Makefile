@@ -35,7 +35,7 @@ help:
 setup:
 	@if [ "$$(cat $(STAMP) 2>/dev/null)" != "$(STATE)" ] || ! $(BIN)/python -I -c '$(HEALTHY)' 2>/dev/null; \
 	  then $(MAKE) --no-print-directory install; fi
-	@$(BIN)/python -m minillm.model.fetch
+	@$(BIN)/python -m minillm.model.fetch >/dev/null
 
 # A set-up that did not finish leaves no stamp, and its environment is made anew; pip's cache makes that cheap.
 install:

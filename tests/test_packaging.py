@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import importlib.metadata
 import re
 import shutil
@@ -99,6 +100,30 @@ def test_what_runs_here_is_what_was_locked() -> None:
 # --- the package
 
 
+def imported(folder: Path) -> set[str]:
+    """Top-level names that the Python files of a folder import, at any depth."""
+    names: set[str] = set()
+    for file in folder.rglob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.Import):
+                names |= {alias.name.split(".")[0] for alias in node.names}
+            elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+                names.add(node.module.split(".")[0])
+    return names - set(sys.stdlib_module_names) - {"minillm"}
+
+
+@pytest.mark.parametrize("folder, groups", [("minillm", ("course",)), ("tests", ("course", "test"))])
+def test_what_is_imported_is_declared(folder: str, groups: tuple[str, ...]) -> None:
+    texts = [*PROJECT["dependencies"], *(text for group in groups for text in EXTRAS[group])]
+    declared = {canonicalize_name(Requirement(text).name) for text in texts}
+    owners = importlib.metadata.packages_distributions()
+    peers = imported(ROOT / "minillm/bench/workers")  # the benchmark starts each of them in an environment of its own
+    unknown = {name for name in imported(ROOT / folder) - peers
+               if not declared & {canonicalize_name(owner) for owner in owners.get(name, [name])}}
+    with_jupyterlab = {"IPython", "traitlets", "jupyter_core"}  # parts of it and of its kernel, never there without
+    assert not unknown - with_jupyterlab
+
+
 @pytest.mark.slow
 def test_wheel_holds_the_package_with_its_types_and_licence_and_no_tests(tmp_path: Path) -> None:
     source = tmp_path / "source"
@@ -113,5 +138,6 @@ def test_wheel_holds_the_package_with_its_types_and_licence_and_no_tests(tmp_pat
     (wheel,) = tmp_path.glob("minillm-*.whl")
     names = zipfile.ZipFile(wheel).namelist()
     assert {name.split("/")[0] for name in names} == {"minillm", wheel.name.split("-py3")[0] + ".dist-info"}
-    assert {"minillm/py.typed", "minillm/course/doctor.py"} <= set(names)
+    package = {str(file.relative_to(source)) for file in (source / "minillm").rglob("*") if file.is_file()}
+    assert package <= set(names)
     assert any(name.endswith("licenses/NOTICE") for name in names)
