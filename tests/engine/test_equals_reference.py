@@ -1,0 +1,100 @@
+"""Greedy output of a request does not depend on anything but the request: it equals a plain recomputation of the whole sequence."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from hypothesis import event, given, settings
+from hypothesis import strategies as st
+
+from minillm import EngineConfig, SamplingParams
+from minillm.engine.engine import Engine
+
+from ..reference import ending
+from ..strategies import (
+    EOS, GROUPS, MAX_LEN, WINDOWS, engine_options, greedy_params, models, poison_freed_blocks, reference, run_to_end,
+    slots_needed, tiny_engine, tiny_model, watched, workloads,
+)  # fmt: skip
+
+
+def expected(model, prompt, params):
+    """Greedy output by the reference: token ids and reason."""
+    room = MAX_LEN - len(prompt)
+    end = ending(reference(*model).greedy(prompt, min(params.max_tokens, room)), params, EOS, room=room)
+    return end.token_ids, end.finish_reason
+
+
+@settings(max_examples=60)
+@given(st.data(), models, workloads(greedy_params()))
+def test_greedy_tokens_equal_the_reference_under_any_options_and_every_request_ends(data, model, work):
+    options = data.draw(engine_options(max(slots_needed(p, s) for p, s in work)))
+    engine = Engine(tiny_model(*model), None, EngineConfig(**options))
+    poison_freed_blocks(engine)
+    names = [engine.add_request(prompt, params) for prompt, params in work]
+    requests = list(engine.scheduler.waiting)
+    with watched(engine.model) as batches:
+        done = run_to_end(engine)
+        assert max(b.num_tokens for b in batches) <= options["max_num_batched_tokens"]
+        calls = len(batches)
+        assert engine.step() == [] and len(batches) == calls, "an idle engine calls the model zero times"
+    for name, (prompt, params) in zip(names, work, strict=True):
+        assert (done[name].token_ids, done[name].finish_reason) == expected(model, prompt, params)
+    event("somebody was preempted" if any(r.num_preemptions for r in requests) else "nobody was preempted")
+    engine.cache.pool.check()
+    assert engine.cache.pool.num_free == engine.cache.pool.num_blocks
+
+
+@pytest.mark.parametrize("group, window", list(itertools.product(GROUPS, WINDOWS)))
+def test_logits_of_every_position_equal_the_reference(group, window):
+    """Not only the winner: all logits, to rounding, with the prompt in one chunk and in chunks of 3."""
+    model, prompt = tiny_model(group, window), [int(t) for t in torch.randint(0, 32, (17,), generator=torch.Generator().manual_seed(1))]
+    want = reference(group, window).logits(prompt)
+    for chunk in (17, 3):
+        engine = tiny_engine(group, window, max_num_batched_tokens=chunk)
+        for length in (1, 2, 4, 5, 16, 17):
+            engine.add_request(prompt[:length], SamplingParams(max_tokens=1, logprobs=32, ignore_eos=True))
+            (out,) = run_to_end(engine).values()
+            got = torch.tensor([out.logprobs[0][t] for t in range(32)], dtype=torch.float64)
+            torch.testing.assert_close(got, torch.log_softmax(want[length - 1], dim=-1), rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("chunk", [1, 4, 8, 32, 33, 64])
+def test_a_prompt_of_33_gives_the_same_output_in_chunks_of(chunk):
+    prompt, params = list(range(2, 32)) + [5, 9, 2], SamplingParams(max_tokens=8, ignore_eos=True)
+    engine = tiny_engine(max_num_batched_tokens=chunk)
+    name = engine.add_request(prompt, params)
+    assert run_to_end(engine)[name].token_ids == expected((3, None), prompt, params)[0]
+
+
+def test_a_window_of_4_sees_exactly_4_keys():
+    """The reference with a window of 3 or of 5 gives other logits, so equality above is not an accident."""
+    model = tiny_model(3, 4)
+    prompt = list(range(2, 14))
+    exact = reference(3, 4).logits(prompt)[-1]
+    for other in (3, 5):
+        near = _with_window(model, other).logits(prompt)[-1]
+        assert (near - exact).abs().max() > 1e-3
+
+
+def _with_window(model, window):
+    from dataclasses import replace
+
+    from ..reference import Reference
+
+    other = Reference(model)
+    other.config = replace(model.config, sliding_window=window)
+    return other
+
+
+def test_bfloat16_and_float32_logits_are_close_to_float64():
+    """Lower precision promises closeness, not equal tokens: a few units in the last place times the depth of the model."""
+    prompt = list(range(2, 22))
+    want = torch.log_softmax(reference(3).logits(prompt)[-1], dim=-1)
+    for dtype, tolerance in ((torch.float32, 1e-5), (torch.bfloat16, 0.15)):
+        engine = Engine(tiny_model(3).converted(dtype, "cpu"), None, EngineConfig(num_blocks=16, block_size=4))
+        engine.add_request(prompt, SamplingParams(max_tokens=1, logprobs=32, ignore_eos=True))
+        (out,) = run_to_end(engine).values()
+        got = torch.tensor([out.logprobs[0][t] for t in range(32)], dtype=torch.float64)
+        torch.testing.assert_close(got, want, rtol=0, atol=tolerance)

@@ -1,0 +1,113 @@
+"""What the engine must equal: the transformer written out from its formulas, one whole sequence at a time, and the rules that end a request.
+
+Nothing here imports minillm's attention, cache, scheduler, sampler or detokenizer. Only the weights come from the model under test.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Sequence
+
+import torch
+from torch import Tensor
+
+from minillm import ModelConfig, SamplingParams, Transformer
+
+
+class Reference:
+    """Plain causal language model over the dense weights of a Transformer (default rope only)."""
+
+    def __init__(self, model: Transformer):
+        self.config: ModelConfig = model.config
+        self.weights = {name: tensor.clone() for name, tensor in model.dense_weights().items()}
+        self._continuations: dict[tuple[int, ...], list[int]] = {}
+        # angles in float32, as transformers computes them
+        c = self.config
+        frequency = 1.0 / c.rope.theta ** (torch.arange(0, c.head_dim, 2, dtype=torch.float32) / c.head_dim)
+        self._angles = torch.arange(c.max_position, dtype=torch.float32)[:, None] * frequency
+
+    @torch.inference_mode()
+    def logits(self, token_ids: Sequence[int]) -> Tensor:
+        """token_ids [length] → [length, vocab]."""
+        w, c = self.weights, self.config
+        x = w["model.embed_tokens.weight"][torch.tensor(token_ids)]
+        for i in range(c.num_layers):
+            p = f"model.layers.{i}"
+            x = x + self._attention(self._norm(x, f"{p}.input_layernorm.weight"), f"{p}.self_attn")
+            gate, up = self._linear(self._norm(x, f"{p}.post_attention_layernorm.weight"), f"{p}.mlp.gate_up_proj").chunk(2, dim=-1)
+            x = x + self._linear(gate * torch.sigmoid(gate) * up, f"{p}.mlp.down_proj")
+        head = w["model.embed_tokens.weight" if c.tie_embeddings else "lm_head.weight"]
+        return self._norm(x, "model.norm.weight") @ head.T
+
+    def greedy(self, prompt: Sequence[int], n: int) -> list[int]:
+        """The n most likely next tokens, each found by computing the whole sequence again."""
+        out = self._continuations.setdefault(tuple(prompt), [])
+        while len(out) < n:
+            out.append(int(self.logits([*prompt, *out])[-1].argmax()))
+        return out[:n]
+
+    def _attention(self, x: Tensor, p: str) -> Tensor:
+        c, length, d = self.config, len(x), self.config.head_dim
+        heads = self._linear(x, f"{p}.qkv_proj").view(length, -1, d)
+        q, k, v = heads.split([c.num_heads, c.num_kv_heads, c.num_kv_heads], dim=1)
+        if c.qk_norm:
+            q, k = self._norm(q, f"{p}.q_norm.weight"), self._norm(k, f"{p}.k_norm.weight")
+        q, k = self._rotate(q), self._rotate(k)
+        distance = torch.arange(length)[:, None] - torch.arange(length)[None, :]
+        hidden = distance < 0
+        if c.sliding_window is not None:
+            hidden |= distance >= c.sliding_window
+        group = c.num_heads // c.num_kv_heads  # query head h reads KV head h // group
+        k, v = (t.repeat_interleave(group, dim=1) for t in (k, v))
+        scores = (torch.einsum("qhd,khd->hqk", q, k) / math.sqrt(d)).masked_fill(hidden, -math.inf)
+        weights = torch.exp(scores - scores.max(dim=-1, keepdim=True).values)
+        weights = weights / weights.sum(dim=-1, keepdim=True)
+        return self._linear(torch.einsum("hqk,khd->qhd", weights, v).reshape(length, -1), f"{p}.o_proj")
+
+    def _rotate(self, x: Tensor) -> Tensor:
+        """x [length, heads, head_dim]: dimension i turns with dimension i + head_dim / 2."""
+        half = x.shape[-1] // 2
+        cos, sin = (f(self._angles).to(x.dtype)[: len(x), None, :] for f in (torch.cos, torch.sin))
+        a, b = x[..., :half], x[..., half:]
+        return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1)
+
+    def _norm(self, x: Tensor, name: str) -> Tensor:
+        return x / torch.sqrt(x.pow(2).mean(dim=-1, keepdim=True) + self.config.norm_eps) * self.weights[name]
+
+    def _linear(self, x: Tensor, name: str) -> Tensor:
+        bias = self.weights.get(f"{name}.bias")
+        y = x @ self.weights[f"{name}.weight"].T
+        return y if bias is None else y + bias
+
+
+@dataclass(frozen=True)
+class Expected:
+    """How a request must end."""
+
+    token_ids: tuple[int, ...]
+    text: str
+    finish_reason: str
+
+
+def ending(stream: Sequence[int], params: SamplingParams, eos: Sequence[int] = (), decode=None, room: int | None = None) -> Expected:
+    """Cut an endless stream of tokens where the request's parameters end it. decode: token ids → text. room: tokens that fit."""
+    limit = params.max_tokens if room is None else min(params.max_tokens, room)
+    stop_ids = set(params.stop_token_ids) | (set() if params.ignore_eos else set(eos))
+    ids: list[int] = []
+    shown = [""]  # the text after each token, without half a character at its end
+    for token in stream[:limit]:
+        if token in stop_ids:
+            return Expected(tuple(ids), _text(decode, ids), "stop")
+        ids.append(token)
+        text = _text(decode, ids)
+        shown.append(shown[-1] if text.endswith("\ufffd") and len(ids) < limit else text)
+        cuts = [i for s in params.stop_strings if (i := shown[-1].find(s)) >= 0]
+        if cuts:
+            kept = next(n for n, text in enumerate(shown) if len(text) >= min(cuts))
+            return Expected(tuple(ids[:kept]), shown[-1][: min(cuts)], "stop")
+    return Expected(tuple(ids), _text(decode, ids), "length")
+
+
+def _text(decode, ids: Sequence[int]) -> str:
+    return decode(ids) if decode else ""

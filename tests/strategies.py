@@ -1,0 +1,168 @@
+"""Tiny models, a fake tokenizer, and hypothesis strategies for prompts, parameters and engine options."""
+
+from __future__ import annotations
+
+import contextlib
+from functools import cache
+from typing import Any, Iterator, Sequence
+
+import pytest
+import torch
+from hypothesis import strategies as st
+
+from minillm import LLM, Engine, EngineConfig, ModelConfig, SamplingParams, Transformer
+from minillm.engine.batch import ForwardBatch
+
+from .reference import Reference
+
+VOCAB = 32
+MAX_LEN = 48
+EOS = (0, 1)
+
+GROUPS = (1, 2, 3)
+WINDOWS = (None, 4)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread() -> Iterator[None]:
+    """Tiny models are fastest on one thread, and leave the other core to whoever runs beside them. A conftest imports this."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def tiny_config(group: int = 3, window: int | None = None, **changes: Any) -> ModelConfig:
+    """Each group size also has its own variant of a layer, so that all of them are met."""
+    variant = {1: {"tie_embeddings": True}, 2: {"qkv_bias": True, "family": "qwen2"}, 3: {"qk_norm": True, "family": "qwen3"}}[group]
+    shape: dict[str, Any] = dict(
+        vocab_size=VOCAB, hidden_size=16, intermediate_size=20, num_layers=2, num_heads=2 * group, num_kv_heads=2, head_dim=4,
+        max_position=MAX_LEN, sliding_window=window, eos_token_ids=EOS, name="tiny",
+    )  # fmt: skip
+    return ModelConfig(**(shape | variant | changes))
+
+
+@cache
+def tiny_model(group: int = 3, window: int | None = None) -> Transformer:
+    return Transformer.random(tiny_config(group, window), seed=group, dtype=torch.float64)
+
+
+@cache
+def reference(group: int = 3, window: int | None = None) -> Reference:
+    return Reference(tiny_model(group, window))
+
+
+# 0 and 1 end a text. Characters of one to four bytes, whole and in pieces, and "a", "b", "ab", "xa" for stop strings.
+PIECES: tuple[bytes, ...] = (
+    b"", b"", b"a", b"b", b"ab", b"xa", b"x", b" ", b"c", b"\xc3", b"\xa9", b"\xe2", b"\x82", b"\xac", b"\xf0\x9f", b"\x98",
+    b"\x80", b"a\xe2", b"\x82\xacb", b"\xc3\xa9", b"d", b"e", b"bc", b"abc", b"y", b"z", b"\xe2\x82", b"\xac ", b"ba", b"f", b"g", b"h",
+)  # fmt: skip
+
+
+class FakeTokenizer:
+    """Tokens are the byte strings of PIECES; text is encoded one byte at a time."""
+
+    def __init__(self, eos_token_ids: Sequence[int] = (), pieces: Sequence[bytes] = PIECES):
+        self.eos_token_ids = tuple(eos_token_ids)
+        self.pieces = tuple(pieces)
+
+    def encode(self, text: str) -> list[int]:
+        return [self.pieces.index(bytes([byte])) for byte in text.encode()]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return b"".join(self.pieces[i] for i in ids).decode("utf-8", errors="replace")
+
+
+def tiny_llm(group: int = 3, window: int | None = None, **options: Any) -> LLM:
+    return LLM(tiny_model(group, window), **({"num_blocks": 64, "block_size": 4} | options))
+
+
+def tiny_engine(group: int = 3, window: int | None = None, tokenizer: Any = None, **options: Any) -> Engine:
+    return Engine(tiny_model(group, window), tokenizer, EngineConfig(**({"num_blocks": 64, "block_size": 4} | options)))
+
+
+def poison_freed_blocks(engine: Engine) -> None:
+    """From now on every slot that nobody holds is NaN, so that one stray read spoils the logits. The null block's first slot is the
+    only one that padding may read."""
+    pool, size = engine.cache.pool, engine.cache.block_size
+    release, uncache = pool.release, pool.uncache
+
+    def slots(blocks: Sequence[int]) -> torch.Tensor:
+        return torch.tensor([b * size + i for b in blocks for i in range(size)], dtype=torch.int64)
+
+    def poisoning_release(blocks, keep=()):
+        freed = release(blocks, keep)
+        engine.store.poison(slots(freed))
+        return freed
+
+    def poisoning_uncache(blocks):
+        uncache(blocks)
+        engine.store.poison(slots(blocks))
+
+    engine.store.poison(torch.arange(1, engine.store.num_slots))
+    pool.release, pool.uncache = poisoning_release, poisoning_uncache
+
+
+@contextlib.contextmanager
+def watched(model: Transformer) -> Iterator[list[ForwardBatch]]:
+    """The batches that reach the model while the block runs."""
+    seen: list[ForwardBatch] = []
+    handle = model.register_forward_pre_hook(lambda _, args: seen.append(args[0]))
+    try:
+        yield seen
+    finally:
+        handle.remove()
+
+
+def run_to_end(engine: Engine, limit: int = 2000) -> dict[str, Any]:
+    """Step until nothing is left; the last output of every request."""
+    done = {}
+    for _ in range(limit):
+        if not engine.has_work:
+            return done
+        done.update({o.request_id: o for o in engine.step() if o.finished})
+    raise AssertionError(f"still busy after {limit} steps")
+
+
+tokens = st.integers(0, VOCAB - 1)
+prompts = st.lists(tokens, min_size=1, max_size=24)
+
+
+def slots_needed(prompt: Sequence[int], params: SamplingParams, max_model_len: int = MAX_LEN) -> int:
+    """KV slots that a request can come to hold: the last token is never computed."""
+    return min(len(prompt) + params.max_tokens, max_model_len) - 1
+
+
+@st.composite
+def greedy_params(draw, max_tokens: int = 12, ignore_eos: st.SearchStrategy[bool] = st.booleans()) -> SamplingParams:
+    return SamplingParams(max_tokens=draw(st.integers(1, max_tokens)), ignore_eos=draw(ignore_eos))
+
+
+@st.composite
+def workloads(draw, params: st.SearchStrategy[SamplingParams], max_requests: int = 6) -> list[tuple[list[int], SamplingParams]]:
+    """Prompts with parameters. Some prompts are beginnings of others or equal."""
+    work = draw(st.lists(st.tuples(prompts, params), min_size=2, max_size=max_requests))
+    if draw(st.booleans()):
+        work[-1] = (work[0][0][: draw(st.integers(1, len(work[0][0])))], work[-1][1])
+    return work
+
+
+@st.composite
+def engine_options(draw, needed: int) -> dict[str, Any]:
+    """Any engine that can serve requests of up to ``needed`` slots; pools are small, so that requests push each other out."""
+    kind = draw(st.sampled_from(["paged", "paged", "contiguous", "none"]))
+    block_size = draw(st.one_of(st.integers(1, 4), st.integers(1, 17)))
+    budget = draw(st.integers(1, 64))
+    if kind == "contiguous":
+        num_blocks = draw(st.integers(1, 4)) * -(-MAX_LEN // block_size)
+    else:
+        num_blocks = -(-needed // block_size) + draw(st.sampled_from([0, 0, 1, 2, 6]))
+    return {
+        "kv_cache": kind, "block_size": block_size, "num_blocks": num_blocks,
+        "batching": draw(st.sampled_from(["continuous", "continuous", "static"])),
+        "max_num_batched_tokens": max(budget, needed) if kind == "none" else budget,
+        "max_num_seqs": draw(st.sampled_from([1, 2, 3, 5, 8, 8])),
+    }  # fmt: skip
+
+
+models = st.tuples(st.sampled_from(GROUPS), st.sampled_from(WINDOWS))
