@@ -14,7 +14,7 @@ STAMP = $(VENV)/.set-up
 # Set-up is done again when one of these changes: what to install, and where (scripts in a venv hold its path).
 STATE = $$(cat pyproject.toml constraints.txt | cksum) $(CURDIR)
 # Half a second instead of pip's five: the packages are there, and the engine is found from any folder (-I).
-HEALTHY = import minillm, sys, importlib.util as u; sys.exit(not all(map(u.find_spec, ("pip", "torch", "jupyterlab", "pytest"))))
+HEALTHY = import importlib.util as u, sys; sys.exit(not all(map(u.find_spec, ("minillm", "pip", "torch", "jupyterlab", "pytest"))))
 LOCK_VENV = .venv-lock
 
 .PHONY: help setup install lab test test-fast lint demo bench doctor lock clean
