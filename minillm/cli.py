@@ -17,9 +17,13 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("-v", "--verbose", action="store_true", help="also say what the engine chose (dtype, KV pool)")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
 
-    generate = commands.add_parser("generate", help="continue a text, as it is written", description="Continue a text, token by token.")
+    generate = commands.add_parser(
+        "generate", help="continue a text, as it is written", description="Continue a text, token by token."
+    )
     generate.add_argument("prompt", help="the text to continue; - reads it from standard input")
-    generate.add_argument("--chat", action="store_true", help="put the prompt into the model's chat template: ask instead of continue")
+    generate.add_argument(
+        "--chat", action="store_true", help="put the prompt into the model's chat template: ask instead of continue"
+    )
     _add_model_arguments(generate)
     _add_sampling_arguments(generate)
     generate.add_argument("--meter", action="store_true", help="print the six needles afterwards")
@@ -31,7 +35,9 @@ def build_parser() -> argparse.ArgumentParser:
     _add_sampling_arguments(chat, max_tokens=512)
     chat.set_defaults(run=run_chat)
 
-    demo = commands.add_parser("demo", help="one answer, its needles and its roofline", description="One answer explained by its counts.")
+    demo = commands.add_parser(
+        "demo", help="one answer, its needles and its roofline", description="One answer explained by its counts."
+    )
     demo.add_argument("question", nargs="?", default="Why is the sky blue? Answer in two sentences.")
     _add_model_arguments(demo)
     demo.set_defaults(run=run_demo)
@@ -42,14 +48,18 @@ def build_parser() -> argparse.ArgumentParser:
     from minillm.perf.plan import add_plan_arguments, run_plan
 
     plan = commands.add_parser(
-        "plan", help="memory, KV and speed limits of a model on a card", description="Derive memory, KV cache, latency floors and concurrency."
+        "plan",
+        help="memory, KV and speed limits of a model on a card",
+        description="Derive memory, KV cache, latency floors and concurrency.",
     )
     add_plan_arguments(plan)
     plan.set_defaults(run=run_plan)
 
     from minillm.bench.suite import add_bench_arguments, run_bench
 
-    bench = commands.add_parser("bench", help="measure the engine against its peers, in one run", description="Measure against peers.")
+    bench = commands.add_parser(
+        "bench", help="measure the engine against its peers, in one run", description="Measure against peers."
+    )
     add_bench_arguments(bench)
     bench.set_defaults(run=run_bench)
 
@@ -65,14 +75,18 @@ def _add_model_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", default="auto", help="auto (default), cpu or cuda")
     parser.add_argument("--max-model-len", type=int, help="tokens of prompt and answer together (default: the model's limit)")
     parser.add_argument("--kv-cache", default="paged", help="paged (default), contiguous, or none: recompute everything")
-    parser.add_argument("--compile", action="store_true", help="compile the decode step: a minute or two the first time, then kept")
+    parser.add_argument(
+        "--compile", action="store_true", help="compile the decode step: a minute or two the first time, then kept"
+    )
 
 
 def _add_sampling_arguments(parser: argparse.ArgumentParser, max_tokens: int = 128) -> None:
     parser.add_argument("--max-tokens", type=int, default=max_tokens, help=f"new tokens at most (default {max_tokens})")
     parser.add_argument("--temperature", type=float, default=0.0, help="0 (default) always takes the most likely token")
     parser.add_argument("--top-k", type=int, default=0, help="choose among the k most likely tokens; 0 (default): among all")
-    parser.add_argument("--top-p", type=float, default=1.0, help="choose among the most likely tokens that reach this probability")
+    parser.add_argument(
+        "--top-p", type=float, default=1.0, help="choose among the most likely tokens that reach this probability"
+    )
     parser.add_argument("--seed", type=int, help="repeat the same random choices")
     parser.add_argument("--stop", action="append", default=[], help="end in front of this text; may be given several times")
 
@@ -81,7 +95,12 @@ def _load(args: argparse.Namespace) -> Any:
     from minillm.llm import LLM
 
     return LLM(
-        args.model, dtype=args.dtype, device=args.device, max_model_len=args.max_model_len, kv_cache=args.kv_cache, compile=args.compile
+        args.model,
+        dtype=args.dtype,
+        device=args.device,
+        max_model_len=args.max_model_len,
+        kv_cache=args.kv_cache,
+        compile=args.compile,
     )
 
 
@@ -89,7 +108,12 @@ def _params(args: argparse.Namespace) -> Any:
     from minillm.sampling_params import SamplingParams
 
     return SamplingParams(
-        max_tokens=args.max_tokens, temperature=args.temperature, top_k=args.top_k, top_p=args.top_p, seed=args.seed, stop=args.stop
+        max_tokens=args.max_tokens,
+        temperature=args.temperature,
+        top_k=args.top_k,
+        top_p=args.top_p,
+        seed=args.seed,
+        stop=args.stop,
     )
 
 

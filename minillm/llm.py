@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any, Iterator, Mapping, Sequence, Union
 
 from minillm.config import DTYPES, EngineConfig
-from minillm.engine.engine import Engine, TokenizerLike, resolve_device
+from minillm.engine.engine import Engine, TokenizerLike
 from minillm.engine.request import RequestOutput
 from minillm.model.loader import load_checkpoint
 from minillm.model.transformer import Transformer
-from minillm.perf.hardware import fast_dtype
+from minillm.perf.hardware import fast_dtype, resolve_device
 from minillm.perf.meter import Meter
 from minillm.sampling_params import MAX_SEED, SamplingParams
 
@@ -26,7 +26,9 @@ class LLM:
     options: fields of EngineConfig by keyword; an unknown one is a ValueError. A Transformer given here is never changed.
     """
 
-    def __init__(self, model: str | Path | Transformer = "smollm2-135m", *, tokenizer: TokenizerLike | None = None, **options: Any):
+    def __init__(
+        self, model: str | Path | Transformer = "smollm2-135m", *, tokenizer: TokenizerLike | None = None, **options: Any
+    ):
         config = EngineConfig.from_options(**options)
         device = resolve_device(config.device)
         method = config.quantization
@@ -68,7 +70,9 @@ class LLM:
         return self._run(self._pair(_as_list(prompts), params))
 
     def chat(
-        self, messages: Sequence[Message] | Sequence[Sequence[Message]], params: SamplingParams | Sequence[SamplingParams] | None = None
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
     ) -> list[RequestOutput]:
         """Answer one conversation, a list of {"role": …, "content": …}, or several; one result for each, in order."""
         if not messages:
@@ -77,7 +81,7 @@ class LLM:
         return self._run(self._pair(conversations, params))  # type: ignore[arg-type]
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[Any]:
-        """Yield the answer to one prompt or conversation as it grows: pieces of text, or token ids where the model has no tokenizer.
+        """Yield the answer to one prompt or conversation as it grows: pieces of text, or token ids without a tokenizer.
 
         Leaving the loop early aborts the request.
         """

@@ -19,7 +19,8 @@ class SamplingParams:
     max_tokens: new tokens at most, at least 1.
     temperature: 0 is greedy (the highest logit, the lowest id among equals); larger is more random.
     top_k: keep the k most likely tokens; 0 keeps all.
-    top_p: keep the smallest set of most likely tokens whose probability reaches top_p, at least one (Holtzman et al. 2020, arXiv 1904.09751).
+    top_p: keep the smallest set of most likely tokens whose probability reaches top_p, at least one
+        (Holtzman et al. 2020, arXiv 1904.09751).
     seed: makes the request's tokens repeatable whatever runs beside it; None draws one from the engine's seed.
     stop: strings that end the text; the stop string itself is not part of it.
     stop_token_ids: ids that end the request like an end-of-sequence token. ignore_eos: run on past end-of-sequence tokens.

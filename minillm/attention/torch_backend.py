@@ -73,7 +73,7 @@ class TorchAttention:
             query = (kv_lens[:, None] - q_len + np.arange(q_len))[:, :, None]  # [rows, q_len, 1] positions
             key = np.arange(longest)
             visible = key <= query
-            if windowed:
+            if windowed and self.window is not None:
                 visible &= key > query - self.window
             blocked = torch.from_numpy(~visible).to(device)
             mask = torch.zeros(visible.shape, dtype=dtype, device=device).masked_fill_(blocked, float("-inf")).unsqueeze(1)
@@ -121,7 +121,9 @@ def attend(q: Tensor, layer: int, store: KVStore, group: RowGroup) -> Tensor:
 
 
 def split_by_length(rows: list[int], kv_lens: tuple[int, ...]) -> list[list[int]]:
-    """Cut rows into runs of similar length, so that short rows are not padded to the longest one. Keeps order when one run is enough."""
+    """Cut rows into runs of similar length, so that short rows are not padded to the longest one.
+
+    Keeps the order where one run is enough."""
     longest = max(kv_lens[r] for r in rows)
     if longest * len(rows) <= MAX_PADDING * sum(kv_lens[r] for r in rows):
         return [rows]

@@ -83,4 +83,6 @@ class BlockPool:
         referenced = [b for b in range(1, self.num_blocks + 1) if self._refs[b] > 0]
         places = sorted(free + referenced + list(self._cached))
         if places != list(range(1, self.num_blocks + 1)):
-            raise RuntimeError(f"{len(free)} free + {len(referenced)} referenced + {len(self._cached)} cached != {self.num_blocks} blocks")
+            raise RuntimeError(
+                f"{len(free)} free + {len(referenced)} referenced + {len(self._cached)} cached != {self.num_blocks} blocks"
+            )

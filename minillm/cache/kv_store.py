@@ -44,7 +44,9 @@ class PlainKVStore:
         self.bytes_per_token = len(self.layers) * self._kv_shape.numel() * self.layers[0].element_size()
 
     @classmethod
-    def allocate(cls, config: ModelConfig, num_slots: int, dtype: torch.dtype, device: torch.device | str = "cpu", shared: bool = False) -> "PlainKVStore":
+    def allocate(
+        cls, config: ModelConfig, num_slots: int, dtype: torch.dtype, device: torch.device | str = "cpu", shared: bool = False
+    ) -> "PlainKVStore":
         shape = (num_slots, 2, config.num_kv_heads, config.head_dim)
         # empty, not zeros: the operating system commits a page when it is first written, so an unused pool costs nothing
         layers = [torch.empty(shape, dtype=dtype, device=device) for _ in range(1 if shared else config.num_layers)]

@@ -35,13 +35,17 @@ def pool_size(options: EngineConfig, bytes_per_token: int, max_model_len: int, d
     if options.kv_memory is not None:
         num_blocks = min(options.kv_memory // block_bytes, wanted)
         if num_blocks < 1:
-            raise ValueError(f"kv_memory of {options.kv_memory} bytes is less than one block of {block_size} tokens, {block_bytes} bytes")
+            raise ValueError(
+                f"kv_memory of {options.kv_memory} bytes is less than one block of {block_size} tokens, {block_bytes} bytes"
+            )
         return PoolSize(block_size, num_blocks, f"kv_memory={options.kv_memory}")
     spare = int(available_memory(device) * DEFAULT_SHARE)
     num_blocks = max(1, min(wanted, spare // block_bytes))
     if num_blocks == wanted:
         return PoolSize(block_size, num_blocks, f"room for {options.max_num_seqs} requests of {max_model_len} tokens")
-    return PoolSize(block_size, num_blocks, f"{DEFAULT_SHARE:.0%} of the {available_memory(device) / 2**30:.1f} GiB that are free")
+    return PoolSize(
+        block_size, num_blocks, f"{DEFAULT_SHARE:.0%} of the {available_memory(device) / 2**30:.1f} GiB that are free"
+    )
 
 
 def available_memory(device: torch.device) -> int:

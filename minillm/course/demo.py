@@ -47,7 +47,8 @@ def demo(llm: Any, question: str, max_tokens: int = 64) -> None:
 
 ROWS = [
     ("skip", "tokens_computed"), ("skip", "tokens_reused"), ("compute less", "flops"), ("move less", "weight_bytes"),
-    ("move less", "kv_read_bytes"), ("move less", "activation_bytes"), ("break serial", "steps"), ("break serial", "output_tokens"),
+    ("move less", "kv_read_bytes"), ("move less", "activation_bytes"),
+    ("break serial", "steps"), ("break serial", "output_tokens"),
 ]  # fmt: skip
 
 
@@ -61,4 +62,5 @@ def verdict(phase: str, needles: Needles, seconds: float, machine: Machine) -> s
     share = floor.seconds / seconds if seconds else 0.0
     per_step = f", {format_time(seconds / needles.steps)} a step" if needles.steps > 1 else ""
     work = f"{format_count(needles.total_flops)}FLOP and {format_bytes(needles.total_bytes)}"
-    return f"[bold]{phase}[/bold]: {format_time(seconds)}{per_step}. {work}: {floor.verdict()}. The floor is {share:.0%} of the measured time."
+    reached = f"The floor is {share:.0%} of the measured time."
+    return f"[bold]{phase}[/bold]: {format_time(seconds)}{per_step}. {work}: {floor.verdict()}. {reached}"

@@ -65,8 +65,10 @@ class ForwardBatch:
         return len(self.q_lens)
 
     @classmethod
-    def build(cls, rows: Sequence[Row], block_size: int, num_padding: int = 0, device: torch.device | str = "cpu") -> "ForwardBatch":
-        """One row per request, in the order given, then num_padding padding rows. Where a row wants logits, it is its last token's."""
+    def build(
+        cls, rows: Sequence[Row], block_size: int, num_padding: int = 0, device: torch.device | str = "cpu"
+    ) -> "ForwardBatch":
+        """One row per request, in the order given, then num_padding padding rows. Logits are those of a row's last token."""
         all_rows = [*rows, *[PADDING_ROW] * num_padding]
         tokens = np.concatenate([np.asarray(r.token_ids, dtype=np.int64) for r in all_rows])
         positions = np.concatenate([np.arange(r.start, r.kv_len, dtype=np.int64) for r in all_rows])
@@ -78,9 +80,15 @@ class ForwardBatch:
             return torch.from_numpy(a).to(device)
 
         return cls(
-            put(tokens), put(positions), put(slots),
-            tuple(r.q_len for r in all_rows), tuple(r.kv_len for r in all_rows), tuple(r.blocks for r in all_rows),
-            block_size, put(sampled), num_padding,
+            put(tokens),
+            put(positions),
+            put(slots),
+            tuple(r.q_len for r in all_rows),
+            tuple(r.kv_len for r in all_rows),
+            tuple(r.blocks for r in all_rows),
+            block_size,
+            put(sampled),
+            num_padding,
         )
 
 

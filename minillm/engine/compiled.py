@@ -1,7 +1,7 @@
 """compile=True: the decode step as one ahead-of-time compiled library, kept on disk.
 
-The step is the same Transformer.forward; torch.export traces it with plain weights, and AOTInductor turns it into C++ that keeps the
-weights packed for the CPU's matrix units. It removes what half of an eager step consists of: Python, dispatch, small operators.
+The step is the same Transformer.forward; torch.export traces it with plain weights, and AOTInductor turns it into C++ that keeps
+the weights packed for the CPU's matrix units. It removes what half of an eager step is: Python, dispatch, small operators.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import time
 import warnings
 from pathlib import Path
 from types import ModuleType
-from typing import Sequence
+from typing import Any, Sequence
 
 import torch
 from filelock import FileLock
@@ -51,8 +51,12 @@ class DecodeStep(nn.Module):
         super().__init__()
         self.model, self.backend = model, TorchAttention(window)
 
-    def forward(self, token_ids: Tensor, positions: Tensor, slots: Tensor, kv_slots: Tensor, mask: Tensor, kv: Sequence[Tensor]) -> Tensor:
-        """token_ids, positions, slots [rows]; kv_slots [rows, keys]; mask [rows, 1, 1, keys]; kv: the store's layers. → [rows, vocab]"""
+    def forward(
+        self, token_ids: Tensor, positions: Tensor, slots: Tensor, kv_slots: Tensor, mask: Tensor, kv: Sequence[Tensor]
+    ) -> Tensor:
+        """token_ids, positions, slots [rows]; kv_slots [rows, keys]; mask [rows, 1, 1, keys]; kv: the store's layers.
+
+        Returns logits [rows, vocab]."""
         batch = ForwardBatch(token_ids, positions, slots, (), (), (), 1, torch.arange(token_ids.shape[0]))
         group = RowGroup(slice(0, None), 1, kv_slots, mask, ())
         return self.model(batch, PlainKVStore(kv), self.backend, [group])
@@ -100,14 +104,23 @@ def find_or_build(model: Transformer, store: PlainKVStore, window: int | None) -
 
 def _build(model: Transformer, store: PlainKVStore, window: int | None, target: Path) -> Path:
     from torch.export import Dim, export
-    from torch.fx.experimental import _config as shapes
+    from torch.fx.experimental import _config
+
+    shapes: Any = _config
 
     step = DecodeStep(model.converted(model.dtype, model.device, PlainLinear()), window)
     rows, keys, slots = Dim("rows", min=1), Dim("keys", min=2), Dim("slots", min=2)
     dynamic = ({0: rows}, {0: rows}, {0: rows}, {0: rows, 1: keys}, {0: rows, 3: keys}, [{0: slots}] * len(store.layers))
     m, n = 4, 32  # any sizes serve as an example; 1 would be taken for a constant
     tokens, positions, at = (torch.arange(m) for _ in range(3))  # three tensors: one given thrice would be traced as one input
-    example = (tokens, positions, at, torch.ones(m, n, dtype=torch.int64), torch.zeros(m, 1, 1, n, dtype=model.dtype), store.layers)
+    example = (
+        tokens,
+        positions,
+        at,
+        torch.ones(m, n, dtype=torch.int64),
+        torch.zeros(m, 1, 1, n, dtype=model.dtype),
+        store.layers,
+    )
     # inductor's autotuner writes its tables to stderr; they belong to nobody who asked for an answer
     quiet = contextlib.redirect_stderr(io.StringIO())
     # sizes stay symbolic even where they are 1, so that one package serves every number of rows
@@ -124,10 +137,14 @@ def fingerprint(model: Transformer, store: PlainKVStore, window: int | None) -> 
     for module in SOURCES:
         digest.update(inspect.getsource(module).encode())
     capability = torch.backends.cpu.get_cpu_capability()
-    digest.update(repr((model.config, model.dtype, window, len(store.layers), torch.__version__, torch.get_num_threads(), capability)).encode())
+    digest.update(
+        repr(
+            (model.config, model.dtype, window, len(store.layers), torch.__version__, torch.get_num_threads(), capability)
+        ).encode()
+    )
     for name, tensor in sorted(model.dense_weights().items()):
         digest.update(name.encode())
-        digest.update(tensor.contiguous().view(torch.uint8).numpy())
+        digest.update(tensor.contiguous().view(torch.uint8).numpy().data)
     return digest.hexdigest()
 
 

@@ -8,9 +8,8 @@ from dataclasses import dataclass
 from typing import Protocol, Sequence
 
 import numpy as np
-import torch
 
-from minillm.attention.torch_backend import TorchAttention
+from minillm.attention.torch_backend import TorchAttention, precision_name
 from minillm.cache.block_pool import BlockPool
 from minillm.cache.kv_store import PlainKVStore
 from minillm.cache.manager import CacheManager
@@ -60,7 +59,9 @@ class Engine:
         prefix = NoPrefixCache() if options.prefix_cache == "none" else options.prefix_cache
         if not keep_kv and options.prefix_cache != "none":
             raise ValueError("kv_cache='none' keeps no KV that a prefix cache could serve; leave prefix_cache='none'")
-        backend = TorchAttention(config.sliding_window) if isinstance(options.attention_backend, str) else options.attention_backend
+        backend = (
+            TorchAttention(config.sliding_window) if isinstance(options.attention_backend, str) else options.attention_backend
+        )
 
         token_bytes = 2 * config.kv_size * model.dtype.itemsize * (config.num_layers if keep_kv else 1)
         self.pool_size = pool_size(options, token_bytes, self.max_model_len, model.device)
@@ -79,7 +80,9 @@ class Engine:
 
     def _compile(self, backend: object) -> CompiledDecode | None:
         if type(backend) is not TorchAttention or type(self.store) is not PlainKVStore:
-            raise ValueError("compile=True compiles the torch attention backend over the plain KV store; leave attention_backend='auto'")
+            raise ValueError(
+                "compile=True compiles the torch attention backend over the plain KV store; leave attention_backend='auto'"
+            )
         try:
             return CompiledDecode(self.model, self.store, backend)
         except CompileUnavailable as reason:
@@ -97,9 +100,10 @@ class Engine:
         c, size = self.model.config, self.pool_size
         pool = size.num_blocks * size.block_size * self.store.bytes_per_token
         return (
-            f"{c.name}: {c.num_params / 1e6:.1f} M parameters in {str(self.model.dtype).removeprefix('torch.')} on {self.model.device} "
+            f"{c.name}: {c.num_params / 1e6:.1f} M parameters in {precision_name(self.model.dtype)} on {self.model.device} "
             f"({self.weight_bytes / 1e6:.0f} MB held); KV pool of {size.num_blocks} blocks of {size.block_size} tokens, "
-            f"{pool / 1e6:.0f} MB ({size.reason}); up to {self.options.max_num_seqs} requests at once, {self.max_model_len} tokens each"
+            f"{pool / 1e6:.0f} MB ({size.reason}); "
+            f"up to {self.options.max_num_seqs} requests at once, {self.max_model_len} tokens each"
         )
 
     @property
@@ -107,8 +111,10 @@ class Engine:
         """Whether a step would produce or compute anything."""
         return self.scheduler.has_work or bool(self._held)
 
-    def add_request(self, prompt: str | Sequence[int], params: SamplingParams | None = None, request_id: str | None = None) -> str:
-        """Queue one request and return its id. Raises ValueError, with nothing changed, for a prompt or id that cannot be served."""
+    def add_request(
+        self, prompt: str | Sequence[int], params: SamplingParams | None = None, request_id: str | None = None
+    ) -> str:
+        """Queue one request and return its id. A prompt or id that cannot be served is a ValueError that changes nothing."""
         params = params or SamplingParams()
         if params.n != 1:
             raise ValueError(f"a request is one sample, got n={params.n}; LLM.generate turns n samples into n requests")
@@ -156,7 +162,9 @@ class Engine:
         if not ids:
             raise ValueError("prompt has no tokens; it needs at least one")
         if len(ids) >= self.max_model_len:
-            raise ValueError(f"prompt has {len(ids)} tokens; with room for one more the limit is max_model_len - 1 = {self.max_model_len - 1}")
+            raise ValueError(
+                f"prompt has {len(ids)} tokens; with room for one more the limit is max_model_len - 1 = {self.max_model_len - 1}"
+            )
         outside = [t for t in params.stop_token_ids if t >= self.model.config.vocab_size]
         if outside:
             raise ValueError(f"stop_token_ids {outside} are outside the vocabulary of {self.model.config.vocab_size}")
@@ -166,11 +174,13 @@ class Engine:
         most = min(len(ids) + params.max_tokens, self.max_model_len) - 1
         if most > self.cache.capacity:
             raise ValueError(
-                f"prompt of {len(ids)} tokens with max_tokens={params.max_tokens} needs {most} KV slots, the whole pool has {self.cache.capacity}"
+                f"prompt of {len(ids)} tokens with max_tokens={params.max_tokens} needs {most} KV slots, "
+                f"the whole pool has {self.cache.capacity}"
             )
         if not self.scheduler.keep_kv and most > self.scheduler.budget:
             raise ValueError(
-                f"with kv_cache='none' a step recomputes up to {most} tokens at once, max_num_batched_tokens is {self.scheduler.budget}"
+                f"with kv_cache='none' a step recomputes up to {most} tokens at once, "
+                f"max_num_batched_tokens is {self.scheduler.budget}"
             )
 
     def step(self) -> list[RequestOutput]:
@@ -200,7 +210,7 @@ class Engine:
         return self._output(live.request)
 
     def hold(self, outputs: Sequence[RequestOutput]) -> None:
-        """Hand outputs back: the next step returns them again. For a caller that drives the loop and meets somebody else's results."""
+        """Hand outputs back: the next step returns them again. For callers who meet other callers' results in the loop."""
         self._held.extend(outputs)
 
     def _advance(self, request: Request, sampled: Sampled) -> RequestOutput:
@@ -226,9 +236,9 @@ class Engine:
             del self._live[request.request_id]
         logprobs = tuple(request.logprobs[: len(text.token_ids)]) if request.params.logprobs is not None else None
         return RequestOutput(
-            request_id=request.request_id, prompt_token_ids=tuple(request.token_ids[: request.prompt_len]), token_ids=text.token_ids,
-            text=text.text, delta=text.take_delta(), finish_reason=request.finish_reason, logprobs=logprobs,
-            num_cached_tokens=request.num_cached_tokens,
+            request_id=request.request_id, prompt_token_ids=tuple(request.token_ids[: request.prompt_len]),
+            token_ids=text.token_ids, text=text.text, delta=text.take_delta(),
+            finish_reason=request.finish_reason, logprobs=logprobs, num_cached_tokens=request.num_cached_tokens,
         )  # fmt: skip
 
     def _count(self, plan: SchedulerOutput) -> StepCounts:
@@ -244,7 +254,8 @@ class Engine:
         return StepCounts(
             tokens=plan.num_tokens, reused_tokens=sum(r.num_computed_tokens for r in requests),
             prefix_tokens=sum(r.num_cached_tokens for r in plan.admitted), padded_tokens=plan.padded_tokens,
-            rows=len(requests), padded_rows=plan.padded_rows, idle_rows=self.options.max_num_seqs - len(requests) - plan.padded_rows,
+            rows=len(requests), padded_rows=plan.padded_rows,
+            idle_rows=self.options.max_num_seqs - len(requests) - plan.padded_rows,
             stalled_tokens=stalled, sampled_rows=sum(s.catches_up for s in plan.scheduled), kv_allocated=allocated, kv_live=live,
         )  # fmt: skip
 
@@ -253,17 +264,3 @@ class Engine:
         allocated = self.cache.pool.num_referenced * self.cache.block_size
         live = sum(r.num_computed_tokens for r in self.scheduler.running) + computing
         return allocated * self.store.bytes_per_token, live * self.store.bytes_per_token
-
-
-def resolve_device(name: str) -> torch.device:
-    """The device of that name; "auto" is the GPU where torch sees one."""
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(name)
-    except RuntimeError as error:
-        raise ValueError(f"device {name!r} is not one that torch knows") from error
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise ValueError(f"device {name!r} was asked for, but torch sees no GPU here")
-    return device
-

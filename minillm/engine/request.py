@@ -42,7 +42,8 @@ class Request:
     """The engine's own record of a request; nothing outside the engine holds one.
 
     token_ids: prompt, then every sampled token. num_computed_tokens: how many of them have their KV in ``blocks``.
-    A step lets the second number catch up with the first; whoever takes KV away (preemption, a cache that keeps nothing) lowers it.
+    A step lets the second number catch up with the first; whoever takes KV away (preemption, a cache that keeps nothing) lowers
+    it.
     """
 
     request_id: str

@@ -19,7 +19,7 @@ from minillm.perf.work import Work
 
 @dataclass(frozen=True)
 class StepResult:
-    """logits: [samples, vocab] in the order of ``sampled``, the scheduled entries that caught up. work: counted for the whole step."""
+    """logits: [samples, vocab] in the order of ``sampled``, the entries that caught up. work: counted for the whole step."""
 
     logits: Tensor
     sampled: list[Scheduled]
@@ -30,7 +30,12 @@ class ModelRunner:
     """Owns the model, the KV store and the attention backend; keeps nothing from one step to the next but the KV."""
 
     def __init__(
-        self, model: Transformer, store: KVStore, backend: AttentionBackend, block_size: int, compiled: CompiledDecode | None = None
+        self,
+        model: Transformer,
+        store: KVStore,
+        backend: AttentionBackend,
+        block_size: int,
+        compiled: CompiledDecode | None = None,
     ):
         self.model, self.store, self.backend, self.block_size, self.compiled = model, store, backend, block_size, compiled
 

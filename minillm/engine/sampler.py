@@ -22,8 +22,8 @@ class Sampled:
 
 
 def sample(logits: Tensor, requests: Sequence[Request]) -> list[Sampled]:
-    """logits [rows, vocab], one row per request. A row's token depends on that row, its parameters, its seed and the number of tokens
-    before it, never on the rows beside it."""
+    """logits [rows, vocab], one row per request. A row's token depends on that row, its parameters, its seed and the number
+    of tokens before it, never on the rows beside it."""
     tokens = logits.argmax(dim=-1).tolist()
     for i, request in enumerate(requests):
         if request.params.temperature > 0:
@@ -39,7 +39,7 @@ def draw(row: Tensor, request: Request) -> int:
 
 
 def distribution(row: Tensor, temperature: float, top_k: int = 0, top_p: float = 1.0) -> tuple[Tensor | None, Tensor]:
-    """The filtered distribution of row [vocab]: token ids (None when they are 0 … vocab - 1) and float64 probabilities that sum to 1.
+    """The filtered distribution of row [vocab]: token ids (None for all, in order) and float64 probabilities that sum to 1.
 
     With filters, tokens stand in order of falling probability, equal ones by rising id.
     """
@@ -85,7 +85,7 @@ def pick(ids: Tensor | None, probs: Tensor, u: float) -> int:
 
 
 def uniform(seed: int, position: int) -> float:
-    """A number in [0, 1) that belongs to (seed, position): a counter-based generator (Salmon et al. 2011) has no state to disturb."""
+    """A number in [0, 1) that belongs to (seed, position): a counter-based generator (Salmon et al. 2011) has no state."""
     return float(np.random.Generator(np.random.Philox(key=seed, counter=position)).random())
 
 

@@ -40,8 +40,9 @@ class SchedulerOutput:
 class Scheduler:
     """Continuous batching with chunked prefill (Yu et al. 2022, Orca; Agrawal et al. 2024, arXiv 2403.02310).
 
-    Running requests go first, in order of arrival; what the budget leaves is given to waiting ones. When the pool is full, the youngest
-    running request is preempted: it loses its KV and computes it again later. keep_kv=False forgets all KV after each step.
+    Running requests go first, in order of arrival; what the budget leaves is given to waiting ones. When the pool is full, the
+    youngest running request is preempted: it loses its KV and computes it again later. keep_kv=False forgets all KV
+    after each step.
     """
 
     def __init__(self, cache: CacheManager, max_num_seqs: int, max_num_batched_tokens: int, keep_kv: bool = True):
@@ -153,7 +154,7 @@ class Scheduler:
 
 
 class StaticScheduler(Scheduler):
-    """The old way, kept as a baseline: fill a batch when the last one is done, pad every row to the longest, wait for the slowest."""
+    """The old way, kept as a baseline: fill a batch when the last is done, pad every row to the longest, wait for the slowest."""
 
     _batch_size = 0
 

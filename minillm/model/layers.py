@@ -16,13 +16,15 @@ from minillm.quant.linear import Linear
 class RMSNorm(nn.Module):
     """x / rms(x) · weight over the last dimension (Zhang & Sennrich 2019, arXiv 1910.07467)."""
 
+    weight: Tensor
+
     def __init__(self, weight: Tensor, eps: float):
         super().__init__()
         self.register_buffer("weight", weight, persistent=False)
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+        return F.rms_norm(x, tuple(self.weight.shape), self.weight, self.eps)
 
     def work(self, rows: int) -> Work:
         """rows of the weight's width; the arithmetic of the reduction is not a matmul and is left out."""
@@ -73,7 +75,8 @@ def _llama3(base: Tensor, rope: RopeConfig) -> Tensor:
 
 
 def _yarn(base: Tensor, rope: RopeConfig, config: ModelConfig) -> tuple[Tensor, float]:
-    """YaRN (Peng et al. 2023, arXiv 2309.00071): interpolate the dimensions that turn less than beta_slow times within the trained length."""
+    """YaRN (Peng et al. 2023, arXiv 2309.00071): dimensions that turn less than beta_slow times within the trained length are
+    interpolated, those that turn more than beta_fast times are kept, and a ramp lies between."""
     dim, original = config.head_dim, rope.original_max_position or config.max_position
 
     def dimension_that_turns(times: float) -> float:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Mapping
+from typing import Any, Iterable, Mapping, cast
 
 import torch
 from torch import Tensor, nn
@@ -25,7 +25,9 @@ class Attention(nn.Module):
         super().__init__()
         self.config, self.qkv, self.out, self.q_norm, self.k_norm = config, qkv, out, q_norm, k_norm
 
-    def forward(self, x: Tensor, layer: int, cos: Tensor, sin: Tensor, slots: Tensor, store: KVStore, backend: AttentionBackend, plan: Any) -> Tensor:
+    def forward(
+        self, x: Tensor, layer: int, cos: Tensor, sin: Tensor, slots: Tensor, store: KVStore, backend: AttentionBackend, plan: Any
+    ) -> Tensor:
         c = self.config
         heads = self.qkv(x).view(-1, c.num_heads + 2 * c.num_kv_heads, c.head_dim)
         q_and_k, v = heads[:, : -c.num_kv_heads], heads[:, -c.num_kv_heads :]
@@ -41,7 +43,9 @@ class Attention(nn.Module):
         rotated, new_kv = tokens * (c.q_size + c.kv_size), 2 * tokens * c.kv_size
         total = self.qkv.work(tokens) + backend.work(batch, plan, c, self.qkv.dtype) + self.out.work(tokens)
         if fused:  # one operator rotates on the way to where q and k are wanted
-            return total + Work(kv_write_bytes=new_kv * element, activation_bytes=(rotated + tokens * c.q_size + new_kv) * element, launches=1)
+            return total + Work(
+                kv_write_bytes=new_kv * element, activation_bytes=(rotated + tokens * c.q_size + new_kv) * element, launches=1
+            )
         # rotate: x·cos is read and written, the roll too, and the sum reads both and writes
         total += Work(activation_bytes=7 * rotated * element, launches=3)
         # K and V are stacked (read and written), then read once more on their way into the store
@@ -66,13 +70,18 @@ class Layer(nn.Module):
     def work(self, batch: ForwardBatch, backend: AttentionBackend, plan: Any, fused: bool = False) -> Work:
         rows, width = batch.num_tokens, self.mlp.down.out_features
         # each residual sum reads two and writes one; fused, it rides on the norm, which reads its input anyway
-        adds = Work(activation_bytes=(4 if fused else 6) * rows * width * self.mlp.down.dtype.itemsize, launches=0 if fused else 2)
+        adds = Work(
+            activation_bytes=(4 if fused else 6) * rows * width * self.mlp.down.dtype.itemsize, launches=0 if fused else 2
+        )
         attention = self.attention_norm.work(rows) + self.attention.work(batch, backend, plan, fused)
         return attention + self.mlp_norm.work(rows) + self.mlp.work(rows, fused) + adds
 
 
 class Transformer(nn.Module):
     """Token ids in, logits out. It holds weights and nothing else: KV, batch and attention backend are handed in."""
+
+    embedding: Tensor  # [vocab, hidden]
+    rope: Tensor  # [positions, 2, head_dim]
 
     def __init__(self, config: ModelConfig, weights: Mapping[str, Tensor], method: LinearMethod):
         """weights: fused tensors as ``fuse`` makes them, all of one dtype and device. Use from_weights or random."""
@@ -150,23 +159,25 @@ class Transformer(nn.Module):
 
     def dense_weights(self) -> dict[str, Tensor]:
         """The fused tensors that this model was built from, unpacked."""
-        out: dict[str, Tensor] = {EMBED: self.embedding, NORM: self.norm.weight}  # type: ignore[dict-item]
+        out: dict[str, Tensor] = {EMBED: self.embedding, NORM: self.norm.weight}
         if not self.config.tie_embeddings:
-            out[HEAD] = self.head.dense()
-        for i, layer in enumerate(self.layers):
+            out[HEAD], _ = self.head.dense()
+        for i, layer in enumerate(cast(Iterable[Layer], self.layers)):
             p = f"model.layers.{i}"
             linears = {"self_attn.qkv_proj": layer.attention.qkv, "self_attn.o_proj": layer.attention.out,
                        "mlp.gate_up_proj": layer.mlp.gate_up, "mlp.down_proj": layer.mlp.down}  # fmt: skip
             for name, module in linears.items():
-                out[f"{p}.{name}.weight"] = module.dense()
-                if module.has_bias:
-                    out[f"{p}.{name}.bias"] = module.bias
+                out[f"{p}.{name}.weight"], bias = module.dense()
+                if bias is not None:
+                    out[f"{p}.{name}.bias"] = bias
             norms = {"input_layernorm": layer.attention_norm, "post_attention_layernorm": layer.mlp_norm,
                      "self_attn.q_norm": layer.attention.q_norm, "self_attn.k_norm": layer.attention.k_norm}  # fmt: skip
             out.update({f"{p}.{name}.weight": norm.weight for name, norm in norms.items() if norm is not None})
         return out
 
-    def converted(self, dtype: torch.dtype, device: torch.device | str, linear_method: LinearMethod | None = None) -> "Transformer":
+    def converted(
+        self, dtype: torch.dtype, device: torch.device | str, linear_method: LinearMethod | None = None
+    ) -> "Transformer":
         """A copy in another dtype, on another device or with another linear method; this one stays as it is."""
         weights = {name: t.to(device=device, dtype=dtype) for name, t in self.dense_weights().items()}
         return Transformer(self.config, weights, linear_method or default_method(dtype, device)).eval()
@@ -199,7 +210,10 @@ def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-FUSED = {"self_attn.qkv_proj": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), "mlp.gate_up_proj": ("mlp.gate_proj", "mlp.up_proj")}
+FUSED = {
+    "self_attn.qkv_proj": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    "mlp.gate_up_proj": ("mlp.gate_proj", "mlp.up_proj"),
+}
 
 
 def fuse(config: ModelConfig, weights: Mapping[str, Tensor], dtype: torch.dtype, device: torch.device | str) -> dict[str, Tensor]:
@@ -226,4 +240,3 @@ def fuse(config: ModelConfig, weights: Mapping[str, Tensor], dtype: torch.dtype,
                 if pieces[0] in shapes:
                     out[f"model.layers.{i}.{fused}.{kind}"] = torch.cat([take(p) for p in pieces])
     return out
-

@@ -118,11 +118,11 @@ class Meter:
     """Adds up steps. ``snapshot()`` is the needles since the last ``reset()``."""
 
     def __init__(self, weight_bytes_held: int = 0, kv_pool_bytes: int = 0):
-        self._held = {"weight_bytes_held": weight_bytes_held, "kv_pool_bytes": kv_pool_bytes}
+        self._held = Needles(weight_bytes_held=weight_bytes_held, kv_pool_bytes=kv_pool_bytes)
         self.reset()
 
     def reset(self) -> None:
-        self._needles = Needles(**self._held)
+        self._needles = self._held
 
     def snapshot(self) -> Needles:
         return self._needles
@@ -141,7 +141,8 @@ class Meter:
             kv_read_bytes=total.kv_read_bytes, kv_write_bytes=total.kv_write_bytes, activation_bytes=total.activation_bytes,
             kv_allocated_bytes=step.kv_allocated, kv_live_bytes=step.kv_live,
             kv_allocated_peak=max(n.kv_allocated_peak, step.kv_allocated), kv_live_peak=max(n.kv_live_peak, step.kv_live),
-            slots_used=n.slots_used + step.rows, slots_padded=n.slots_padded + step.padded_rows, slots_idle=n.slots_idle + step.idle_rows,
+            slots_used=n.slots_used + step.rows, slots_padded=n.slots_padded + step.padded_rows,
+            slots_idle=n.slots_idle + step.idle_rows,
             padded_tokens=n.padded_tokens + step.padded_tokens, launches=total.launches,
             stalled_tokens=n.stalled_tokens + step.stalled_tokens, steps=n.steps + 1,
             row_passes=n.row_passes + step.sampled_rows, output_tokens=n.output_tokens + output_tokens,

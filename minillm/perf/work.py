@@ -1,4 +1,4 @@
-"""What an operator does, counted from shapes and element sizes: arithmetic by precision and bytes by kind. No clock is read here."""
+"""What an operator does, counted from shapes and element sizes: arithmetic by precision, bytes by kind. No clock is read."""
 
 from __future__ import annotations
 
@@ -47,5 +47,9 @@ class Work:
     def __mul__(self, n: int) -> "Work":
         return Work(
             {precision: n * f for precision, f in self.flops.items()},
-            n * self.weight_bytes, n * self.kv_read_bytes, n * self.kv_write_bytes, n * self.activation_bytes, n * self.launches,
+            n * self.weight_bytes,
+            n * self.kv_read_bytes,
+            n * self.kv_write_bytes,
+            n * self.activation_bytes,
+            n * self.launches,
         )

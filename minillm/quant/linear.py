@@ -40,7 +40,8 @@ class PlainLinear:
 
     def unpack(self, packed: Packed) -> Tensor:
         weight = packed["weight"]
-        return weight.to_dense() if weight.layout == torch._mkldnn else weight  # type: ignore[union-attr,attr-defined]
+        assert weight is not None
+        return weight.to_dense() if weight.is_mkldnn else weight
 
 
 class PrepackedLinear(PlainLinear):
@@ -64,7 +65,9 @@ def default_method(dtype: torch.dtype, device: torch.device | str) -> LinearMeth
 def prepack_available() -> bool:
     """Whether this torch build and CPU have oneDNN's bfloat16 linear."""
     ops = torch.ops.mkldnn
-    if not (torch.backends.mkldnn.is_available() and hasattr(ops, "_reorder_linear_weight") and hasattr(ops, "_linear_pointwise")):
+    if not (
+        torch.backends.mkldnn.is_available() and hasattr(ops, "_reorder_linear_weight") and hasattr(ops, "_linear_pointwise")
+    ):
         return False
     return bool(ops._is_mkldnn_bf16_supported())
 
@@ -77,17 +80,16 @@ class Linear(nn.Module):
         self.out_features, self.in_features = weight.shape
         self.dtype = weight.dtype
         self.method = method
-        self.has_bias = bias is not None
-        self.packed_names = []
+        self._bias = bias
         for name, tensor in method.pack(weight, bias).items():
             self.register_buffer(name, tensor, persistent=False)
-            self.packed_names.append(name)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.method.apply(self._buffers, x)
 
-    def dense(self) -> Tensor:
-        return self.method.unpack(self._buffers)
+    def dense(self) -> tuple[Tensor, Tensor | None]:
+        """Weight [out, in] and bias [out] as the layer was built from them."""
+        return self.method.unpack(self._buffers), self._bias
 
     def nbytes(self) -> int:
         """Bytes held by everything that pack kept."""
