@@ -185,9 +185,12 @@ class Engine:
 
     def step(self) -> list[RequestOutput]:
         """One pass of the model over the scheduled tokens. Returns an output for every request that got a token or ended."""
-        outputs, self._held = self._held, []
-        if not self.scheduler.has_work:
-            return outputs
+        if self.scheduler.has_work:
+            self._run_model()
+        outputs, self._held = self._held, []  # only now: a pass that raises loses nobody's output
+        return outputs
+
+    def _run_model(self) -> None:
         plan = self.scheduler.schedule()
         if not plan.scheduled:
             raise RuntimeError(f"nothing could be scheduled for {len(self._live)} requests; this is a fault of the engine")
@@ -195,10 +198,10 @@ class Engine:
         result = self.runner.run(plan)
         tokens = sample(result.logits, [s.request for s in result.sampled])
         self.scheduler.update(plan)
-        outputs += [self._advance(s.request, t) for s, t in zip(result.sampled, tokens, strict=True)]
+        for s, token in zip(result.sampled, tokens, strict=True):
+            self._held.append(self._advance(s.request, token))
         self.meter.record(counts, result.work, output_tokens=len(tokens))
         self.meter.hold_kv(*self._kv_bytes())
-        return outputs
 
     def abort(self, request_id: str) -> RequestOutput | None:
         """End a request now; its blocks are free again. Returns what it had, or None if no such request is live."""
