@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol, Sequence
 
 import numpy as np
@@ -124,7 +124,7 @@ class Engine:
             request_id = next(name for i in self._names if (name := f"request-{i}") not in self._live)
         elif not isinstance(request_id, str) or not request_id:
             raise ValueError(f"request_id must be a non-empty string, got {request_id!r}")
-        elif request_id in self._live:
+        elif request_id in self._live or any(o.request_id == request_id for o in self._held):
             raise ValueError(f"request id {request_id!r} is in use by a request that has not ended")
         stop_ids = set(params.stop_token_ids)
         if not params.ignore_eos:
@@ -204,13 +204,16 @@ class Engine:
         self.meter.hold_kv(*self._kv_bytes())
 
     def abort(self, request_id: str) -> RequestOutput | None:
-        """End a request now; its blocks are free again. Returns what it had, or None if no such request is live."""
+        """End a request now; its blocks are free again. Returns what it had, its undelivered outputs included, or None if no such
+        request is live or has an output to come."""
+        mine = [o for o in self._held if o.request_id == request_id]
+        self._held = [o for o in self._held if o.request_id != request_id]
         live = self._live.get(request_id)
-        if live is None:
-            return None
-        self.scheduler.finish(live.request, "abort")
-        self.meter.hold_kv(*self._kv_bytes())
-        return self._output(live.request)
+        if live is not None:
+            self.scheduler.finish(live.request, "abort")
+            self.meter.hold_kv(*self._kv_bytes())
+            mine.append(self._output(live.request))
+        return replace(mine[-1], delta="".join(o.delta for o in mine)) if mine else None
 
     def hold(self, outputs: Sequence[RequestOutput]) -> None:
         """Hand outputs back: the next step returns them again. For callers who meet other callers' results in the loop."""
