@@ -231,7 +231,8 @@ class Engine:
             if text.stopped:
                 self.scheduler.finish(request, "stop")
             elif request.num_output_tokens >= request.max_tokens:
-                self.scheduler.finish(request, "length")
+                text.finish()  # what half a character held back may still complete a stop string
+                self.scheduler.finish(request, "stop" if text.stopped else "length")
         return self._output(request)
 
     def _output(self, request: Request) -> RequestOutput:
