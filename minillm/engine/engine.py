@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import itertools
 import logging
+import operator
 from dataclasses import dataclass, replace
-from typing import Protocol, Sequence
+from typing import Iterable, Protocol, Sequence
 
 import numpy as np
 
@@ -115,11 +116,11 @@ class Engine:
         self, prompt: str | Sequence[int], params: SamplingParams | None = None, request_id: str | None = None
     ) -> str:
         """Queue one request and return its id. A prompt or id that cannot be served is a ValueError that changes nothing."""
-        params = params or SamplingParams()
-        if params.n != 1:
-            raise ValueError(f"a request is one sample, got n={params.n}; LLM.generate turns n samples into n requests")
+        params = SamplingParams() if params is None else params
         ids = self.encode(prompt)
         self.check(ids, params)
+        if params.n != 1:
+            raise ValueError(f"a request is one sample, got n={params.n}; LLM.generate turns n samples into n requests")
         if request_id is None:
             request_id = next(name for i in self._names if (name := f"request-{i}") not in self._live)
         elif not isinstance(request_id, str) or not request_id:
@@ -143,13 +144,11 @@ class Engine:
                 raise ValueError("prompt is an empty string; it needs at least one token")
             if self.tokenizer is None:
                 raise ValueError(f"this model has no tokenizer; give token ids instead of {prompt[:40]!r}")
-            return list(self.tokenizer.encode(prompt))
-        try:
-            ids = [t.__index__() for t in prompt if not isinstance(t, bool)]
-        except (TypeError, AttributeError):
-            raise ValueError(f"a prompt is a string or a sequence of token ids, got {prompt!r:.60}") from None
-        if len(ids) != len(prompt):
+            ids = list(self.tokenizer.encode(prompt))
+        elif isinstance(prompt, bytes) or not isinstance(prompt, Iterable):
             raise ValueError(f"a prompt is a string or a sequence of token ids, got {prompt!r:.60}")
+        else:
+            ids = [_token_id(t) for t in prompt]
         bad = next((t for t in ids if not 0 <= t < self.model.config.vocab_size), None)
         if bad is not None:
             raise ValueError(f"token id {bad} is outside the vocabulary of {self.model.config.vocab_size}")
@@ -271,3 +270,12 @@ class Engine:
         allocated = self.cache.pool.num_referenced * self.cache.block_size
         live = sum(r.num_computed_tokens for r in self.scheduler.running) + computing
         return allocated * self.store.bytes_per_token, live * self.store.bytes_per_token
+
+
+def _token_id(value: object) -> int:
+    try:
+        if isinstance(value, bool):
+            raise TypeError
+        return operator.index(value)  # type: ignore[arg-type]
+    except TypeError:
+        raise ValueError(f"a token id is a whole number, got {value!r:.60}") from None
