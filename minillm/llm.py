@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
-from typing import Any, Iterator, Mapping, Sequence, Union
+from typing import Any, Iterable, Iterator, Mapping, Sequence, Union
 
 from minillm.config import DTYPES, EngineConfig
 from minillm.engine.engine import Engine, TokenizerLike
@@ -75,9 +75,12 @@ class LLM:
         params: SamplingParams | Sequence[SamplingParams] | None = None,
     ) -> list[RequestOutput]:
         """Answer one conversation, a list of {"role": …, "content": …}, or several; one result for each, in order."""
-        if not messages:
-            raise ValueError("messages is empty; a conversation needs at least one message")
+        if not isinstance(messages, Sequence) or isinstance(messages, str) or not messages:
+            raise ValueError(f"messages must be a list of at least one {{'role': ..., 'content': ...}}, got {messages!r:.60}")
         conversations = [messages] if isinstance(messages[0], Mapping) else list(messages)
+        bad = [c for c in conversations if not _is_conversation(c)]
+        if bad:
+            raise ValueError(f"a conversation is a list of {{'role': ..., 'content': ...}}, got {bad[0]!r:.60}")
         return self._run(self._pair(conversations, params))  # type: ignore[arg-type]
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[Any]:
@@ -147,19 +150,23 @@ class LLM:
         return pairs
 
     def _encode(self, prompt: Prompt) -> list[int]:
-        if not isinstance(prompt, str) and isinstance(prompt, Sequence) and prompt and isinstance(prompt[0], Mapping):
+        if _is_conversation(prompt):
             template = getattr(self.tokenizer, "apply_chat_template", None)
             if template is None:
                 raise ValueError("this model has no chat template; give text or token ids")
-            return list(template(list(prompt), add_generation_prompt=True))
+            return list(template(list(prompt), add_generation_prompt=True))  # type: ignore[arg-type]
         return self.engine.encode(prompt)  # type: ignore[arg-type]
 
 
+def _is_conversation(prompt: object) -> bool:
+    return isinstance(prompt, Sequence) and len(prompt) > 0 and isinstance(prompt[0], Mapping)
+
+
 def _as_list(prompts: str | Sequence[int] | Sequence[Prompt]) -> list[Prompt]:
-    if isinstance(prompts, str):
-        return [prompts]
+    if isinstance(prompts, (str, bytes, Mapping)) or not isinstance(prompts, Iterable):
+        return [prompts]  # what is no prompt is refused like one among many
     items = list(prompts)
-    if items and all(hasattr(t, "__index__") for t in items):
+    if items and all(hasattr(t, "__index__") and getattr(t, "ndim", 0) == 0 for t in items):  # arrays have __index__ too
         return [items]  # type: ignore[list-item]
     return items  # type: ignore[return-value]
 
