@@ -98,7 +98,7 @@ class LLM:
         seen = 0
         try:
             finished = False
-            while not finished:
+            while not finished and self.engine.has_work:  # no work left: somebody else aborted the request
                 for output in self._steps({name}):
                     finished = output.finished
                     if self.tokenizer is None:
