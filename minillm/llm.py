@@ -117,10 +117,14 @@ class LLM:
 
     def _run(self, work: list[tuple[list[int], SamplingParams]]) -> list[RequestOutput]:
         samples = [(ids, one) for ids, params in work for one in _samples(params)]
-        names = [self.engine.add_request(ids, params) for ids, params in samples]
-        unfinished, results = set(names), {}
+        names: list[str] = []
+        results: dict[str, RequestOutput] = {}
+        unfinished: set[str] = set()
         foreign: list[RequestOutput] = []
         try:
+            for ids, params in samples:
+                names.append(self.engine.add_request(ids, params))
+                unfinished.add(names[-1])
             while unfinished:
                 for output in self.engine.step():
                     if output.request_id not in unfinished:
@@ -140,8 +144,10 @@ class LLM:
         """Token ids and parameters of every prompt, all of them checked."""
         if params is None or isinstance(params, SamplingParams):
             each = [params or SamplingParams()] * len(prompts)
-        else:
+        elif isinstance(params, Iterable):
             each = list(params)
+        else:
+            raise ValueError(f"params must be SamplingParams, or one for each prompt, got {params!r:.60}")
         if len(each) != len(prompts):
             raise ValueError(f"{len(prompts)} prompts with {len(each)} sampling params; give one for all or one for each")
         pairs = [(self._encode(prompt), p) for prompt, p in zip(prompts, each, strict=True)]
