@@ -75,12 +75,14 @@ class Hardware:
 @dataclass(frozen=True)
 class Machine(Hardware):
     """A measured device. label: model, cores, threads, torch version, date; threads: CPU threads that torch used;
-    working_set: bytes at which `bandwidth` was measured; curve: (working set in bytes, bytes/s) pairs over its caches."""
+    working_set: bytes at which `bandwidth` was measured; curve: (working set in bytes, bytes/s) pairs over its caches;
+    quiet: whether the processors were free for the measurement. If not, the label says so and the rates are too low."""
 
     label: str
     threads: int
     working_set: int
     curve: tuple[tuple[int, float], ...]
+    quiet: bool = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -152,27 +154,37 @@ def measure_machine(device: str | torch.device = "auto", refresh: bool = False) 
     """Bandwidth and FLOP/s of this machine, measured once (a few seconds) and kept in the user's cache folder.
 
     The file is keyed by processor, cores, threads and torch version, so a change of any of them measures anew, as does
-    refresh=True or an unreadable file. Run it on an idle machine: it takes the best of its runs, but cannot see through
-    a load that never pauses.
+    refresh=True or an unreadable file. A measurement made while other programs kept the processors busy serves only until
+    they are free.
     """
     device = resolve_device(device)
     about = _about(device)
     path = cache_dir() / "machines" / (re.sub(r"[^a-z0-9.]+", "-", about.lower()).strip("-") + ".json")
     known = None if refresh else _read(path, about)
-    if known is not None:
+    if known is not None and (known.quiet or not _is_quiet(device)):
         return known
+    quiet = _is_quiet(device)
     curve = probes.bandwidth_curve([*CURVE_SIZES, WORKING_SET], device)
     rates = probes.matmul_rates([DTYPES[name] for name in MEASURED_DTYPES], device)
     flops = {name: rates[DTYPES[name]] for name in MEASURED_DTYPES}
-    label = f"{about}, {datetime.date.today().isoformat()}"
+    label = f"{about}, {datetime.date.today().isoformat()}{'' if quiet else ', while other programs were busy'}"
     on_gpu = device.type == "cuda"
     name = torch.cuda.get_device_name(device) if on_gpu else f"this machine's CPU, {torch.get_num_threads()} threads"
     machine = Machine(
         name=name, bandwidth=curve[WORKING_SET], flops=flops, memory=_memory(device), source=f"measured here: {label}",
-        label=label, threads=torch.get_num_threads(), working_set=WORKING_SET, curve=tuple(sorted(curve.items())),
+        label=label, threads=torch.get_num_threads(), working_set=WORKING_SET, curve=tuple(sorted(curve.items())), quiet=quiet,
     )
     _write(path, machine)
     return machine
+
+
+def _is_quiet(device: torch.device) -> bool:
+    """Whether nearly as many processors are idle as torch uses. Two looks: our own threads may still spin during the first."""
+    if device.type == "cuda":
+        return True
+    wanted = 0.8 * torch.get_num_threads()
+    processors = psutil.cpu_count() or 1
+    return any((1 - psutil.cpu_percent(interval=0.25) / 100) * processors >= wanted for _ in range(2))
 
 
 def _about(device: torch.device) -> str:

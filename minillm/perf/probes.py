@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import time
+from typing import Iterator
+
 import torch
 import torch.nn.functional as F
 
@@ -12,6 +15,7 @@ from minillm.perf.timing import measure
 CPU_SHAPE = (512, 576, 3072)  # tokens, in, out
 GPU_SHAPE = (4096, 4096, 28_672)
 ROUNDS = 6
+PATIENCE_S = 4.0  # no further round after this: on a busy machine a round can take long
 
 
 def read_bandwidth(buffer: torch.Tensor, working_set: int) -> float:
@@ -38,7 +42,7 @@ def bandwidth_curve(sizes: list[int], device: torch.device) -> dict[int, float]:
     """
     buffer = torch.ones(max(sizes) // 4, dtype=torch.float32, device=device)
     curve = dict.fromkeys(sorted(sizes), 0.0)
-    for _ in range(ROUNDS):
+    for _ in _rounds():
         for size in curve:
             curve[size] = max(curve[size], read_bandwidth(buffer, size))
     return curve
@@ -47,10 +51,19 @@ def bandwidth_curve(sizes: list[int], device: torch.device) -> dict[int, float]:
 def matmul_rates(dtypes: list[torch.dtype], device: torch.device) -> dict[torch.dtype, float]:
     """FLOP/s by dtype of a linear layer in the shape of a prefill, each sustained over 20 ms at a time; dtypes take turns."""
     rates = dict.fromkeys(dtypes, 0.0)
-    for _ in range(ROUNDS):
+    for _ in _rounds():
         for dtype in dtypes:
             rates[dtype] = max(rates[dtype], _matmul_rate(dtype, device))
     return rates
+
+
+def _rounds() -> Iterator[int]:
+    """0, 1, 2 ... until ROUNDS or until patience runs out, but at least once."""
+    start = time.perf_counter()
+    for i in range(ROUNDS):
+        yield i
+        if time.perf_counter() - start > PATIENCE_S:
+            return
 
 
 def _matmul_rate(dtype: torch.dtype, device: torch.device) -> float:

@@ -5,6 +5,7 @@ import json
 import math
 import platform
 
+import psutil
 import pytest
 import torch
 
@@ -77,7 +78,14 @@ def measured(monkeypatch, tmp_path):
 
     monkeypatch.setattr(probes, "bandwidth_curve", curve)
     monkeypatch.setattr(probes, "matmul_rates", lambda dtypes, device: dict.fromkeys(dtypes, 1e12))
+    load(monkeypatch, 0)
     return count
+
+
+def load(monkeypatch, percent):
+    """Pretend that other programs use this much of twice as many processors as torch has threads."""
+    monkeypatch.setattr(psutil, "cpu_count", lambda: 2 * torch.get_num_threads())
+    monkeypatch.setattr(psutil, "cpu_percent", lambda interval: percent)
 
 
 def files(tmp_path):
@@ -133,6 +141,31 @@ def test_another_thread_count_is_another_machine(measured, tmp_path, monkeypatch
     other = measure_machine("cpu")
     assert other.threads == 7 and "7 threads" in other.label
     assert len(files(tmp_path)) == 2
+
+
+def test_a_measurement_on_a_busy_machine_says_so_and_serves_until_it_is_free(measured, monkeypatch):
+    load(monkeypatch, 90)
+    busy = measure_machine("cpu")
+    assert not busy.quiet and busy.label.endswith("while other programs were busy")
+    assert measure_machine("cpu") == busy and len(measured) == 1
+    load(monkeypatch, 5)
+    free = measure_machine("cpu")
+    assert free.quiet and "busy" not in free.label
+    load(monkeypatch, 90)
+    assert measure_machine("cpu") == free and len(measured) == 2
+
+
+@pytest.mark.parametrize(("percent", "quiet"), [(0, True), (59, True), (61, False), (100, False)])
+def test_a_machine_is_quiet_while_most_of_the_processors_that_torch_uses_are_idle(measured, monkeypatch, percent, quiet):
+    load(monkeypatch, percent)  # of twice the threads: 60 % leaves 0.8 of a processor per thread
+    assert measure_machine("cpu").quiet == quiet
+
+
+def test_patience_ends_the_rounds_but_not_before_the_first(monkeypatch):
+    monkeypatch.setattr(probes, "PATIENCE_S", -1)
+    assert list(probes._rounds()) == [0]
+    monkeypatch.setattr(probes, "PATIENCE_S", 60)
+    assert len(list(probes._rounds())) == probes.ROUNDS
 
 
 def test_an_unwritable_cache_costs_only_the_memory(measured, tmp_path, monkeypatch):

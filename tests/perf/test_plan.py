@@ -201,7 +201,7 @@ def test_the_commands_options_reach_the_plan(capsys):
 
 
 def test_the_card_here_is_this_machine(capsys, monkeypatch):
-    mine = Machine("my laptop", 1e10, {"bfloat16": 1e12}, 8e9, "measured here: lab", "lab", 2, 10, ((10, 1e10),))
+    mine = Machine("my laptop", 1e10, {"bfloat16": 1e12}, 8e9, "measured here: lab", "lab", 2, 10, ((10, 1e10),), True)
     monkeypatch.setattr(module, "measure_machine", lambda: mine)
     command("smollm2-135m", "--context", "512")
     assert "my laptop" in (text := capsys.readouterr().out) and "measured here: lab" in text
