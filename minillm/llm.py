@@ -160,7 +160,7 @@ class LLM:
             template = getattr(self.tokenizer, "apply_chat_template", None)
             if template is None:
                 raise ValueError("this model has no chat template; give text or token ids")
-            return list(template(list(prompt), add_generation_prompt=True))  # type: ignore[arg-type]
+            return list(template(list(prompt), add_generation_prompt=True))
         return self.engine.encode(prompt)  # type: ignore[arg-type]
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 from numbers import Integral, Real
-from typing import Sequence
+from typing import Iterable, Sequence
 
 MAX_LOGPROBS = 100
 MAX_SEED = 2**63 - 1
@@ -55,16 +55,25 @@ class SamplingParams:
             raise ValueError(f"top_p must be above 0 and at most 1, got {self.top_p}")
         if not isinstance(self.ignore_eos, bool):
             raise ValueError(f"ignore_eos must be True or False, got {self.ignore_eos!r}")
-        stops = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+        stops = (self.stop,) if isinstance(self.stop, str) else _several("stop", self.stop)
         for s in stops:
             if not isinstance(s, str) or not s:
                 raise ValueError(f"stop strings must be non-empty strings, got {s!r}")
-        ids = tuple(self.stop_token_ids or ())
+        ids = _several("stop_token_ids", self.stop_token_ids)
         for t in ids:
             _whole("stop_token_ids", t, 0)
+        for name in ("n", "max_tokens", "top_k", "seed", "logprobs"):
+            if getattr(self, name) is not None:  # a small numpy integer would overflow in sums with other numbers
+                object.__setattr__(self, name, int(getattr(self, name)))
         object.__setattr__(self, "stop_strings", stops)
         object.__setattr__(self, "stop", stops)
         object.__setattr__(self, "stop_token_ids", tuple(int(t) for t in ids))
+
+
+def _several(name: str, value: object) -> tuple:
+    if value is not None and not isinstance(value, Iterable):
+        raise ValueError(f"{name} must be a list, got {value!r}")
+    return () if value is None else tuple(value)
 
 
 def _whole(name: str, value: object, low: int, high: int | None = None) -> None:
