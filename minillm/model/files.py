@@ -21,6 +21,12 @@ def read_json(path: Path) -> dict[str, Any]:
     return value
 
 
+def check_depth(num_layers: int, num_tensors: int, where: str | Path) -> None:
+    """Refuse a number of layers that the file cannot hold, before listing all their tensors: it may be any number."""
+    if num_layers > num_tensors:
+        raise ValueError(f"{where} holds {num_tensors} tensors, too few for the {num_layers} layers that are stated")
+
+
 def check_tensors(expected: Mapping[str, tuple[int, ...]], found: Mapping[str, tuple[int, ...]], where: str | Path) -> None:
     """Compare names and shapes before anything is read. A missing, misshapen or surplus tensor is a ValueError naming it.
 

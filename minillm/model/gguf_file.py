@@ -21,7 +21,7 @@ from gguf import GGMLQuantizationType, GGUFValueType
 from torch import Tensor
 
 from minillm.config import ModelConfig, RopeConfig
-from minillm.model.files import check_tensors
+from minillm.model.files import check_depth, check_tensors
 from minillm.model.gguf_tokenizer import eos_ids
 from minillm.model.layers import rope_frequencies
 from minillm.model.transformer import expected_shapes
@@ -239,6 +239,7 @@ def gguf_config(file: GGUFFile, name: str) -> ModelConfig:
         eos_token_ids=eos_ids(file.metadata, name), bos_token_id=file.metadata.get("tokenizer.ggml.bos_token_id"),
         family=arch, name=name,
     )
+    check_depth(config.num_layers, len(file.tensors), file.path)
     names, shapes = _stored_names(config), expected_shapes(config)
     found = {n: t.shape for n, t in file.tensors.items() if n != _ROPE_FREQS}
     check_tensors({names[n]: shape for n, shape in shapes.items()}, found, file.path)

@@ -15,7 +15,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from minillm.config import ModelConfig
-from minillm.model.files import check_tensors, read_json
+from minillm.model.files import check_depth, check_tensors, read_json
 from minillm.model.gguf_file import GGUFFile, GGUFWeights, gguf_config, storage_note
 from minillm.model.gguf_tokenizer import tokenizer_from_gguf
 from minillm.model.packaged import PACKAGED, DownloadError
@@ -148,6 +148,7 @@ class SafetensorsWeights(Mapping[str, Tensor]):
                 if kind not in _FLOATS:
                     raise ValueError(f"tensor {name} of {path} is stored as {kind}; minillm reads {', '.join(_FLOATS)}")
                 self._files[name], shapes[name] = file, tuple(part.get_shape())
+        check_depth(config.num_layers, len(shapes), path.parent)
         expected = expected_shapes(config)
         # Old files carry the rotary frequencies, and some a copy of the tied output head; both follow from the rest.
         spare = {n for n in shapes if n.endswith(".rotary_emb.inv_freq") or (n == "lm_head.weight" and config.tie_embeddings)}
