@@ -283,6 +283,7 @@ class EngineConfig:
     block_size: tokens per KV block. num_blocks or kv_memory (bytes): size of the KV pool; both None picks a default.
     kv_cache: "paged"; "contiguous" reserves one strip of max_model_len per request; "none" recomputes everything.
     batching: "continuous"; "static" admits a batch, pads it and waits for its slowest request.
+    kv_store: "plain", or a callable (config, num_slots, dtype, device) that makes a KVStore: a class of one's own.
     attention_backend, prefix_cache, quantization: a name, or an object that implements the seam.
     compile: compile the decode step ahead of time (a minute the first time, kept on disk).
     """
@@ -298,6 +299,7 @@ class EngineConfig:
     kv_memory: int | None = None
     kv_cache: Literal["paged", "contiguous", "none"] = "paged"
     batching: Literal["continuous", "static"] = "continuous"
+    kv_store: Any = "plain"
     attention_backend: Any = "auto"
     prefix_cache: Any = "none"
     quantization: Any = None
@@ -313,6 +315,10 @@ class EngineConfig:
         )
         if self.num_blocks is not None and self.kv_memory is not None:
             raise ValueError(f"give num_blocks ({self.num_blocks}) or kv_memory ({self.kv_memory}), not both")
+        if self.kv_store != "plain" and not callable(self.kv_store):
+            raise ValueError(f"kv_store must be 'plain' or a callable that makes a KVStore, got {self.kv_store!r}")
+        if self.kv_store != "plain" and self.kv_cache == "none":
+            raise ValueError("kv_cache='none' keeps no KV that a store of one's own could hold; leave kv_store='plain'")
         if isinstance(self.attention_backend, str):
             _check_choice("attention_backend", self.attention_backend, ("auto", "torch"))
         if isinstance(self.prefix_cache, str):

@@ -12,7 +12,7 @@ import numpy as np
 
 from minillm.attention.torch_backend import TorchAttention, precision_name
 from minillm.cache.block_pool import BlockPool
-from minillm.cache.kv_store import PlainKVStore
+from minillm.cache.kv_store import KVStore, PlainKVStore
 from minillm.cache.manager import CacheManager
 from minillm.cache.prefix import NoPrefixCache
 from minillm.cache.sizing import pool_size
@@ -67,7 +67,7 @@ class Engine:
         token_bytes = 2 * config.kv_size * model.dtype.itemsize * (config.num_layers if keep_kv else 1)
         self.pool_size = pool_size(options, token_bytes, self.max_model_len, model.device)
         block_size, num_blocks = self.pool_size.block_size, self.pool_size.num_blocks
-        self.store = PlainKVStore.allocate(config, (num_blocks + 1) * block_size, model.dtype, model.device, shared=not keep_kv)
+        self.store = self._make_store((num_blocks + 1) * block_size, shared=not keep_kv)
         self.cache = CacheManager(BlockPool(num_blocks), prefix, block_size)
         self.scheduler = SCHEDULERS[options.batching](self.cache, options.max_num_seqs, options.max_num_batched_tokens, keep_kv)
         compiled = self._compile(backend) if options.compile else None
@@ -79,10 +79,24 @@ class Engine:
         self._seeds = np.random.Generator(np.random.Philox(options.seed))
         log.info("%s", self.description)
 
+    def _make_store(self, num_slots: int, shared: bool) -> KVStore:
+        """The plain store, or what options.kv_store makes; one that lacks a part of the protocol is a ValueError."""
+        config, dtype, device = self.model.config, self.model.dtype, self.model.device
+        if self.options.kv_store == "plain":
+            return PlainKVStore.allocate(config, num_slots, dtype, device, shared=shared)
+        store: KVStore = self.options.kv_store(config, num_slots, dtype, device)
+        lacks = [name for name in ("write", "read", "num_slots", "bytes_per_token") if not hasattr(store, name)]
+        if lacks:
+            raise ValueError(f"what kv_store makes, {type(store).__name__}, is no KVStore: it lacks {', '.join(lacks)}")
+        if store.num_slots != num_slots:
+            raise ValueError(f"kv_store was asked for {num_slots} slots and made {store.num_slots!r}")
+        return store
+
     def _compile(self, backend: object) -> CompiledDecode | None:
         if type(backend) is not TorchAttention or type(self.store) is not PlainKVStore:
             raise ValueError(
-                "compile=True compiles the torch attention backend over the plain KV store; leave attention_backend='auto'"
+                "compile=True compiles the torch attention backend over the plain KV store; "
+                "leave attention_backend='auto' and kv_store='plain'"
             )
         try:
             return CompiledDecode(self.model, self.store, backend)
