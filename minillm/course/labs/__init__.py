@@ -1,0 +1,1 @@
+"""One module per lesson: what its panel measures and draws."""
