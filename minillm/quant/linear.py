@@ -96,7 +96,9 @@ class Linear(nn.Module):
         return sum(t.nbytes for t in self._buffers.values() if t is not None)
 
     def work(self, rows: int) -> Work:
-        """The weight is read once however many rows there are: that is what batching buys."""
+        """The weight is read once however many rows there are: that is what batching buys. No rows, no read."""
+        if rows == 0:
+            return Work()
         element = self.dtype.itemsize
         return Work(
             flops={str(self.dtype).removeprefix("torch."): 2 * rows * self.in_features * self.out_features},
