@@ -11,7 +11,9 @@ import torch
 from hypothesis import strategies as st
 
 from minillm import LLM, Engine, EngineConfig, ModelConfig, SamplingParams, Transformer
+from minillm.attention.torch_backend import TorchAttention
 from minillm.engine.batch import ForwardBatch
+from minillm.model.transformer import expected_shapes
 
 from .reference import Reference
 
@@ -79,6 +81,44 @@ def tiny_llm(group: int = 3, window: int | None = None, **options: Any) -> LLM:
 
 def tiny_engine(group: int = 3, window: int | None = None, tokenizer: Any = None, **options: Any) -> Engine:
     return Engine(tiny_model(group, window), tokenizer, EngineConfig(**({"num_blocks": 64, "block_size": 4} | options)))
+
+
+def scripted_llm(*pieces: str | bytes, eos: Sequence[int] = (), **options: Any) -> LLM:
+    """A model that answers prompt [0] with pieces[0], pieces[1], …: token i is always followed by token i + 1, the last by itself.
+
+    Token 0 is the letter "?". eos: ids that end a text.
+    """
+    vocab = len(pieces) + 1
+    config = tiny_config(
+        1, vocab_size=vocab, hidden_size=vocab, num_layers=1, tie_embeddings=False, eos_token_ids=tuple(eos)
+    )
+    weights = {name: torch.zeros(shape) for name, shape in expected_shapes(config).items()}  # no layer adds anything
+    weights["model.embed_tokens.weight"] = torch.eye(vocab)
+    weights["lm_head.weight"] = torch.eye(vocab).roll(1, dims=0)
+    weights["lm_head.weight"][:, -1] = torch.eye(vocab)[-1]
+    weights["model.norm.weight"] = torch.ones(vocab)
+    model = Transformer.from_weights(config, weights, torch.float64)
+    spelled = [b"?", *(p.encode() if isinstance(p, str) else p for p in pieces)]
+    return LLM(model, tokenizer=FakeTokenizer(pieces=spelled), **({"num_blocks": 64, "block_size": 4} | options))
+
+
+class WatchedAttention(TorchAttention):
+    """Keeps the batches it has seen, and raises in the model's last layer when told to, as an interrupt would: half of the step is done."""
+
+    def __init__(self, window: int | None = None):
+        super().__init__(window)
+        self.batches: list[ForwardBatch] = []
+        self.error: BaseException | None = None
+
+    def plan(self, batch: ForwardBatch, dtype: torch.dtype) -> Any:
+        self.batches.append(batch)
+        return super().plan(batch, dtype)
+
+    def forward(self, q, layer, store, plan):
+        if self.error is not None and layer == 1:
+            error, self.error = self.error, None
+            raise error
+        return super().forward(q, layer, store, plan)
 
 
 def poison_freed_blocks(engine: Engine) -> None:

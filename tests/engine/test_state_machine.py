@@ -1,0 +1,220 @@
+"""Any trace of add, step, hand back, interrupt and abort: no block is lost or shared by mistake, every output comes once and is right."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from minillm import EngineConfig, SamplingParams
+from minillm.engine.engine import Engine
+
+from ..cache.dict_prefix import DictPrefixCache
+from ..reference import ending
+from ..strategies import (
+    EOS,
+    GROUPS,
+    VOCAB,
+    WINDOWS,
+    FakeTokenizer,
+    WatchedAttention,
+    engine_options,
+    poison_freed_blocks,
+    reference,
+    slots_needed,
+    tiny_model,
+)
+
+TOKENIZER = FakeTokenizer(EOS)
+MAX_MODEL_LEN = 30
+# few different tokens make equal beginnings likely, which a prefix cache needs
+some_prompts = st.one_of(
+    st.lists(st.integers(2, 3), min_size=1, max_size=14), st.lists(st.integers(2, VOCAB - 1), min_size=1, max_size=14)
+)
+some_params = st.builds(
+    SamplingParams, max_tokens=st.integers(1, 10), ignore_eos=st.booleans(),
+    stop=st.lists(st.sampled_from(["ab", "a", "b", "€", "xab"]), max_size=2),
+)  # fmt: skip
+
+
+class Sent:
+    """What the machine knows of a request: what was asked, and what came back so far."""
+
+    def __init__(self, prompt, params, model):
+        self.prompt, self.params = prompt, params
+        self.stream = reference(*model).greedy(prompt, min(params.max_tokens, MAX_MODEL_LEN - len(prompt)))
+        self.end = self.after(len(self.stream))
+        self.received, self.text = 0, ""
+
+    def after(self, n):
+        """The request cut after n tokens, by the reference."""
+        if n == 0:
+            return replace(ending([2], SamplingParams(max_tokens=1)), token_ids=(), text="")
+        return ending(self.stream[:n], replace(self.params, max_tokens=n), EOS, TOKENIZER.decode)
+
+
+class EngineMachine(RuleBasedStateMachine):
+    @initialize(
+        group=st.sampled_from(GROUPS), window=st.sampled_from(WINDOWS), options=engine_options(needed=18), cached=st.booleans()
+    )
+    def build(self, group, window, options, cached):
+        self.model = (group, window)
+        self.cached = cached and options["kv_cache"] == "paged"
+        if options["kv_cache"] == "contiguous":  # a strip is as long as this engine's requests
+            options["num_blocks"] = 2 * -(-MAX_MODEL_LEN // options["block_size"])
+        prefix = DictPrefixCache(options["block_size"]) if self.cached else "none"
+        self.backend = WatchedAttention(window)
+        config = EngineConfig(**options, prefix_cache=prefix, attention_backend=self.backend, max_model_len=MAX_MODEL_LEN)
+        self.engine = Engine(tiny_model(*self.model), TOKENIZER, config)
+        poison_freed_blocks(self.engine)
+        self.sent: dict[str, Sent] = {}
+
+    def state(self):
+        s, pool = self.engine.scheduler, self.engine.cache.pool
+        return list(s.waiting), list(s.running), pool.num_free, pool.num_cached, self.engine.has_work
+
+    # --- what a caller can do ---
+
+    @rule(prompt=some_prompts, params=some_params)
+    def add(self, prompt, params):
+        mine = list(prompt)
+        needed = slots_needed(prompt, params, MAX_MODEL_LEN)
+        budget = self.engine.options.max_num_batched_tokens
+        if needed > self.engine.cache.capacity or (self.engine.options.kv_cache == "none" and needed > budget):
+            self.refuse(prompt, params, None, str(needed))
+            return
+        name = self.engine.add_request(mine, params)
+        assert name not in self.sent and mine == prompt
+        self.sent[name] = Sent(prompt, params, self.model)
+
+    @rule(
+        case=st.sampled_from(
+            [
+                ([], {}, None, "no tokens"),
+                ("", {}, None, "empty"),
+                ([VOCAB], {}, None, f"{VOCAB}"),
+                ([2, -1], {}, None, "-1"),
+                ([True], {}, None, "True"),
+                ([2.0], {}, None, "2.0"),
+                ([2] * MAX_MODEL_LEN, {}, None, f"{MAX_MODEL_LEN}"),
+                ([2], {"n": 2}, None, "n=2"),
+                ([2], {"stop_token_ids": [VOCAB]}, None, f"{VOCAB}"),
+                ([2], {"max_tokens": 1}, "", "request_id"),
+            ]
+        )
+    )
+    def add_invalid(self, case):
+        prompt, params, name, message = case
+        self.refuse(prompt, SamplingParams(**params), name, message)
+
+    @precondition(lambda self: self.sent)
+    @rule(data=st.data())
+    def add_an_id_in_use(self, data):
+        name = data.draw(st.sampled_from(sorted(self.sent)))
+        self.refuse([2, 3], SamplingParams(max_tokens=1), name, name)
+
+    def refuse(self, prompt, params, name, message):
+        before = self.state()
+        with pytest.raises(ValueError, match=message):
+            self.engine.add_request(prompt, params, name)
+        assert self.state() == before
+
+    @rule()
+    def step(self):
+        self.backend.batches.clear()
+        busy = self.engine.scheduler.has_work
+        for out in self.engine.step():
+            self.receive(out)
+        assert len(self.backend.batches) == busy, "one pass of the model in a step with work, none without"
+        for batch in self.backend.batches:
+            assert batch.num_tokens <= self.engine.options.max_num_batched_tokens
+            slots = batch.slots.tolist()[: batch.num_tokens - batch.num_padding]
+            assert len(set(slots)) == len(slots) and all(s >= batch.block_size for s in slots), "own slots, not the null block's"
+
+    @rule()
+    def step_and_hand_back(self):
+        self.engine.hold(self.engine.step())
+
+    @precondition(lambda self: self.engine.scheduler.has_work)
+    @rule()
+    def step_that_is_interrupted(self):
+        self.backend.error = KeyboardInterrupt()
+        with pytest.raises(KeyboardInterrupt):
+            self.engine.step()
+
+    @precondition(lambda self: self.sent)
+    @rule(data=st.data())
+    def abort(self, data):
+        name = data.draw(st.sampled_from(sorted(self.sent)))
+        out = self.engine.abort(name)
+        sent = self.sent.pop(name)
+        assert out.request_id == name and sent.text + out.delta == out.text
+        if out.finish_reason == "abort":
+            n = len(sent.stream) if out.token_ids == sent.end.token_ids else len(out.token_ids)
+            assert (out.token_ids, out.text) in [(e.token_ids, e.text) for e in map(sent.after, range(sent.received, n + 1))]
+        else:  # it had ended, and its last output was on its way
+            self.check_end(sent, out)
+
+    @rule(name=st.sampled_from(["nobody", "request-0"]))
+    def abort_unknown(self, name):
+        if name not in self.sent:
+            before = self.state()
+            assert self.engine.abort(name) is None and self.state() == before
+
+    # --- what must come back ---
+
+    def receive(self, out):
+        sent = self.sent[out.request_id]
+        assert list(out.prompt_token_ids) == sent.prompt and out.num_cached_tokens < MAX_MODEL_LEN
+        sent.received += 1
+        sent.text += out.delta
+        assert sent.text == out.text
+        if out.finished:
+            self.check_end(sent, out)
+            del self.sent[out.request_id]
+        else:
+            assert list(out.token_ids) == sent.stream[: sent.received] and sent.end.text.startswith(out.text)
+
+    def check_end(self, sent, out):
+        assert (out.token_ids, out.text, out.finish_reason) == (sent.end.token_ids, sent.end.text, sent.end.finish_reason)
+
+    @invariant()
+    def blocks_are_conserved(self):
+        pool, scheduler = self.engine.cache.pool, self.engine.scheduler
+        pool.check()
+        assert pool.num_free + pool.num_referenced + pool.num_cached == pool.num_blocks
+        tables = Counter(b for r in scheduler.running for b in r.blocks)
+        assert all(pool.ref_count(b) == n for b, n in tables.items()) and pool.num_referenced == len(tables)
+        assert 0 not in tables and not any(r.blocks for r in scheduler.waiting)
+        if not self.cached:
+            assert set(tables.values()) <= {1} and pool.num_cached == 0
+        for r in scheduler.running:
+            assert len(r.blocks) >= self.engine.cache.blocks_for(r.num_computed_tokens)
+            assert len(set(r.blocks)) == len(r.blocks)
+
+    @invariant()
+    def requests_are_conserved(self):
+        scheduler = self.engine.scheduler
+        inside = {r.request_id for r in [*scheduler.waiting, *scheduler.running]}
+        assert inside <= set(self.sent), "what has ended is forgotten"
+        assert len(scheduler.running) <= self.engine.options.max_num_seqs
+        assert len(inside) == len(scheduler.waiting) + len(scheduler.running)
+
+    def teardown(self):
+        if not hasattr(self, "engine"):
+            return
+        for _ in range(500):
+            if not self.engine.has_work:
+                break
+            self.step()
+        assert not self.sent, "every request ends"
+        pool = self.engine.cache.pool
+        assert pool.num_referenced == 0 and (self.cached or pool.num_free == pool.num_blocks)
+
+
+TestEngineMachine = EngineMachine.TestCase
+TestEngineMachine.settings = settings(max_examples=40, stateful_step_count=30)
