@@ -36,10 +36,14 @@ def ask(prediction: Prediction) -> w.VBox:
 
     def commit(_: Any) -> None:
         try:
-            prediction.commit(parse_number(field.value))
+            value = parse_number(field.value)
+            prediction.commit(value)
         except ValueError as error:
             said.value = f"<span role='alert'>{html.escape(str(error))}</span>"
             return
+        slider.unobserve(slide, "value")  # the slider follows what was typed; it must not round it
+        slider.value = min(max(value, prediction.low), prediction.high)
+        slider.observe(slide, "value")
         show()
 
     def show() -> None:

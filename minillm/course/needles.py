@@ -9,18 +9,22 @@ from typing import Any, Mapping
 from matplotlib.figure import Figure
 
 from minillm.course.style import COLOURS, FONT, INK, SMALL, SOFT, figure, png, titled
+from minillm.perf import meter
 
 VERBS = ("skip", "compute less", "move less", "occupy less", "saturate", "break serial")
 Counts = Mapping[str, Mapping[str, int | float]]
 
 
 class Needles:
-    """``before`` and ``after``: {verb: {counter: count}}, the six verbs with the same counters, as the engine's meter gives them.
+    """``before`` and ``after``: snapshots of the engine's meter, or {verb: {counter: count}} of one's own.
 
     The figure shows each counter's factor; ``print(needles)`` gives the exact table, equal on every machine.
     """
 
-    def __init__(self, before: Counts, after: Counts, labels: tuple[str, str] = ("before", "after")) -> None:
+    def __init__(
+        self, before: Counts | meter.Needles, after: Counts | meter.Needles, labels: tuple[str, str] = ("before", "after")
+    ) -> None:
+        before, after = _by_verb(before), _by_verb(after)
         for name, counts in zip(labels, (before, after), strict=True):
             unknown = [verb for verb in counts if verb not in VERBS]
             if unknown:
@@ -29,7 +33,8 @@ class Needles:
         self.rows: list[tuple[str, str, int | float, int | float]] = []
         for verb in VERBS:
             b, a = before.get(verb, {}), after.get(verb, {})
-            self.rows += [(verb, counter, b.get(counter, 0), a.get(counter, 0)) for counter in dict.fromkeys([*b, *a])]
+            for counter in dict.fromkeys([*b, *a]):
+                self.rows.append((verb, counter.replace("_", " "), b.get(counter, 0), a.get(counter, 0)))
         if not self.rows:
             raise ValueError("there is nothing to show: neither side has a counter")
 
@@ -80,6 +85,10 @@ class Needles:
 
     def _repr_mimebundle_(self, **_: Any) -> dict[str, Any]:
         return {"text/plain": str(self), "image/png": base64.b64encode(png(self.figure())).decode()}
+
+
+def _by_verb(counts: Counts | meter.Needles) -> Counts:
+    return counts.by_verb() if isinstance(counts, meter.Needles) else counts
 
 
 def change(before: int | float, after: int | float) -> str:

@@ -107,6 +107,7 @@ class Panel(w.VBox):
         for control in self.controls.values():
             if control.has_trait("continuous_update"):
                 control.continuous_update = False  # measure where the slider stops, not everywhere it passes
+            control.layout.width = control.layout.width or "24em"
             control.observe(self._moved, "value")
         row = w.HBox([*self.controls.values(), self.bar], layout=w.Layout(flex_flow="row wrap"))
         super().__init__([row, self.verdict, self.picture])

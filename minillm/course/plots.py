@@ -69,7 +69,7 @@ def roofline(roofs: Sequence[Roof], points: Sequence[Point] = (), *, trail: bool
     """
     if not roofs:
         raise ValueError("a roofline needs at least one roof")
-    fig, ax = figure(7.0, 4.0 + 0.17 * len(roofs))
+    fig, ax = figure(7.0, 3.7 + 0.17 * len(roofs))
     xs = [r.ridge for r in roofs] + [p.intensity for p in points]
     rates = [r.flops for r in roofs] + [p.rate for p in points]
     left, right = min([0.1, *(x / 3 for x in xs)]), max([100.0, *(x * 8 for x in xs)])

@@ -11,6 +11,7 @@ from matplotlib.image import imread
 from minillm.course.needles import Needles, change
 from minillm.course.plots import Point, Roof, Span, bars, block_table, lines, png, roofline, si, timeline
 from minillm.course.style import COLOURS
+from minillm.perf import meter
 
 HERE, CARD = Roof("this machine", 1e11, 2e10), Roof("H100 SXM", 9.894e14, 3.35e12)
 POINTS = [
@@ -125,6 +126,14 @@ def test_the_needles_table_is_exact_and_aligned():
             "           KV bytes                      0              16     new",
         ]
     )
+
+
+def test_snapshots_of_the_engines_meter_are_taken_as_they_are():
+    plain, cached = (meter.Needles(tokens_computed=n, flops={"float32": 10 * n}, kv_live_bytes=64 - n) for n in (64, 4))
+    n = Needles(plain, cached)
+    assert ("skip", "tokens computed", 64, 4) in n.rows and ("compute less", "flops float32", 640, 40) in n.rows
+    assert [v for v, *_ in n.rows] == [v for v, counters in plain.by_verb().items() for _ in counters]
+    assert "kv live bytes" in str(n)
 
 
 def test_needles_keep_the_order_of_the_verbs_and_show_a_missing_counter_as_zero():
