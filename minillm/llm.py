@@ -181,5 +181,5 @@ def _samples(params: SamplingParams) -> list[SamplingParams]:
     """n independent samples, each a request of its own; with a seed, sample i has seed + i."""
     if params.n == 1:
         return [params]
-    seeds = [None if params.seed is None else (params.seed + i) % MAX_SEED for i in range(params.n)]
+    seeds = [None if params.seed is None else (params.seed + i) % (MAX_SEED + 1) for i in range(params.n)]
     return [dataclasses.replace(params, n=1, seed=seed) for seed in seeds]
