@@ -93,7 +93,8 @@ def roofline_panel(hardware: Hardware, sizes: tuple[int, ...] = (64, 576, 1536, 
         if found is not None:
             trail.pop(rows, None)
             trail[rows] = point(f"{rows} × {size} × {size}", work, found)
-        return roofline([roof_of(hardware, dtype)], list(trail.values()), trail=True), explain(rows, found, predict(work, hardware))
+        picture = roofline([roof_of(hardware, dtype)], list(trail.values()), trail=True)
+        return picture, explain(rows, found, predict(work, hardware))
 
     dtypes = [d for d in ("float32", "bfloat16", "float16") if d in hardware.flops]
     controls = {
@@ -113,10 +114,11 @@ def sweep(n_in: int, n_out: int, dtype: str, rows: tuple[int, ...] = ROWS, repea
 def sweep_figure(found: dict[int, Timing], n_in: int, n_out: int, dtype: str, hardware: Hardware) -> Figure:
     """Measured and predicted time against rows: flat, then growing."""
     floors = {m: predict(linear_work(m, n_in, n_out, dtype), hardware).seconds for m in found}
-    ridge_rows = next((m for m in range(1, 4097) if predict(linear_work(m, n_in, n_out, dtype), hardware).bound == "compute"), None)
+    bounds = {m: predict(linear_work(m, n_in, n_out, dtype), hardware).bound for m in range(1, max(found) + 1)}
+    ridge_rows = next((m for m, bound in bounds.items() if bound == "compute"), None)
     return lines(
         {"measured": [(m, t.median * 1e3, t.p10 * 1e3, t.p90 * 1e3) for m, t in found.items()],
          "roofline": [(m, s * 1e3) for m, s in floors.items()]},
         "rows of x (log scale)", "ms per product", logx=True,
-        marks={f"compute-bound from {ridge_rows} rows": ridge_rows} if ridge_rows and ridge_rows <= max(found) else None,
+        marks={f"compute-bound from {ridge_rows} rows": ridge_rows} if ridge_rows else None,
     )  # fmt: skip

@@ -23,9 +23,10 @@ def oracle(rows: int, n_in: int, n_out: int, element_bytes: int, peak: float, ba
 def draws(n: int = 50) -> list[tuple[int, int, int, int, float, float]]:
     rng = random.Random(1)
     return [
-        (rng.randint(1, 600), rng.randint(1, 3000), rng.randint(1, 3000), rng.choice((2, 4)), rng.uniform(1e10, 1e13), rng.uniform(1e9, 1e11))
+        (rng.randint(1, 600), rng.randint(1, 3000), rng.randint(1, 3000), rng.choice((2, 4)),
+         rng.uniform(1e10, 1e13), rng.uniform(1e9, 1e11))
         for _ in range(n)
-    ]
+    ]  # fmt: skip
 
 
 def _compare(answer: Any, args: tuple[Any, ...], seconds: float, bound: str) -> None:
@@ -119,7 +120,7 @@ def rows_random(f: Callable[..., Any]) -> None:
 
 def rows_never(f: Callable[..., Any]) -> None:
     args = (16, 16, 2, 1e15, 1e12)
-    expect_equal(f(*args), None, what=f"rows_to_ridge{args}: x and the result grow with the rows, so the intensity has a limit")
+    expect_equal(f(*args), None, what=f"rows_to_ridge{args}: x and the result grow too, so the intensity has a limit")
 
 
 def rows_at_once(f: Callable[..., Any]) -> None:
@@ -137,9 +138,12 @@ TASKS = (
             NamedCheck("edges: both limits equal", core_tie, 3),
         ),
         (
-            "Two clocks run side by side: one for arithmetic, one for moving bytes. The slower one is the answer, and it names the bound.",
-            "FLOPs: 2 · rows · in · out. Elements moved: in · out for the weight, rows · in for x, rows · out for the result; times element_bytes.",
-            "flops = …; moved = …; compute, move = flops / peak, moved / bandwidth; return max(compute, move), 'compute' if compute > move else …",
+            "Two clocks run side by side: one for arithmetic, one for moving bytes. The slower one is the answer, and "
+            "it names the bound.",
+            "FLOPs: 2 · rows · in · out. Elements moved: in · out for the weight, rows · in for x, rows · out for the "
+            "result; times element_bytes.",
+            "flops = …; moved = …; compute, move = flops / peak, moved / bandwidth; return max(compute, move), "
+            "'compute' if compute > move else …",
         ),
         references=(oracle, predict, linear_work),
     ),
@@ -152,7 +156,8 @@ TASKS = (
             NamedCheck("edges: no rows", batch_bytes_edges, 3),
         ),
         (
-            "If this function were right, a batch of sixteen would move sixteen times the bytes. Which of the three tensors is shared?",
+            "If this function were right, a batch of sixteen would move sixteen times the bytes. Which of the three "
+            "tensors is shared?",
             "weight [out, in] once; x [rows, in] and the result [rows, out] once per row.",
             "return element_bytes * (n_in * n_out + rows * (… + …))",
         ),
@@ -168,9 +173,12 @@ TASKS = (
             NamedCheck("edges: compute-bound from the first row", rows_at_once, 3),
         ),
         (
-            "Write both times as functions of the rows: one is proportional to them, the other starts at the weight and grows. Where do they cross?",
-            "rows · 2·in·out / peak on one side, element · (in·out + rows · (in + out)) / bandwidth on the other; solve for rows, round up past a tie.",
-            "slope = 2·in·out/peak − e·(in + out)/bandwidth; if slope <= 0: return None; otherwise floor(e·in·out/bandwidth / slope) + 1",
+            "Write both times as functions of the rows: one is proportional to them, the other starts at the weight "
+            "and grows. Where do they cross?",
+            "rows · 2·in·out / peak on one side, element · (in·out + rows · (in + out)) / bandwidth on the other; "
+            "solve for rows, round up past a tie.",
+            "slope = 2·in·out/peak − e·(in + out)/bandwidth; if slope <= 0: return None; otherwise "
+            "floor(e·in·out/bandwidth / slope) + 1",
         ),
         references=(first_compute_bound, oracle, predict),
     ),
