@@ -179,7 +179,9 @@ class ModelConfig:
         )
 
 
-_HF_REQUIRED = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+_HF_REQUIRED = (
+    "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "max_position_embeddings",
+)
 # What an absent key means to transformers' configuration classes.
 _HF_DEFAULTS: dict[str, dict[str, Any]] = {
     "llama": {"max_position_embeddings": 2048, "bos_token_id": 1, "eos_token_id": 2},
@@ -191,7 +193,7 @@ _HF_DEFAULTS: dict[str, dict[str, Any]] = {
     "qwen3": {"max_position_embeddings": 32_768, "num_key_value_heads": 32, "head_dim": 128},
 }
 _HF_TYPES: dict[type | tuple[type, ...], tuple[str, ...]] = {
-    int: (*_HF_REQUIRED, "num_key_value_heads", "head_dim", "max_position_embeddings", "bos_token_id", "sliding_window",
+    int: (*_HF_REQUIRED, "num_key_value_heads", "head_dim", "bos_token_id", "sliding_window",
           "original_max_position_embeddings", "max_window_layers"),
     (int, float): ("rms_norm_eps", "rope_theta", "partial_rotary_factor"),
     bool: ("tie_word_embeddings", "attention_bias", "mlp_bias", "use_sliding_window"),
