@@ -22,9 +22,16 @@ FONT, SMALL = 10.0, 8.5
 DPI = 110
 
 
+class Drawing(Figure):
+    """A figure that a notebook shows as a picture although pyplot does not know it."""
+
+    def _repr_png_(self) -> bytes:
+        return png(self)
+
+
 def figure(width: float = 7.0, height: float = 3.8) -> tuple[Figure, Axes]:
     """A figure in inches with one styled axes. It belongs to nobody but the caller: pyplot does not know it."""
-    fig = Figure(figsize=(width, height), dpi=DPI, layout="constrained", facecolor="white")
+    fig = Drawing(figsize=(width, height), dpi=DPI, layout="constrained", facecolor="white")
     return fig, styled(fig.add_subplot())
 
 
