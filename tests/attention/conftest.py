@@ -1,13 +1,1 @@
-from typing import Iterator
-
-import pytest
-import torch
-
-
-@pytest.fixture(autouse=True, scope="package")
-def one_thread() -> Iterator[None]:
-    """On tensors this small a second thread only waits for the first."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+from ..strategies import one_thread  # noqa: F401
