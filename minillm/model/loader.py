@@ -16,7 +16,8 @@ from torch import Tensor
 
 from minillm.config import ModelConfig
 from minillm.model.files import check_depth, check_tensors, read_json
-from minillm.model.gguf_file import GGUFFile, GGUFWeights, gguf_config, storage_note
+from minillm.model.gguf_file import GGUFFile
+from minillm.model.gguf_model import GGUFWeights, gguf_config, storage_note
 from minillm.model.gguf_tokenizer import tokenizer_from_gguf
 from minillm.model.packaged import PACKAGED, DownloadError
 from minillm.model.tokenizer import Tokenizer

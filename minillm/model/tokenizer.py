@@ -25,7 +25,7 @@ NAMED_SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token", "sep
 class Tokenizer:
     """A tokenizer with its chat template.
 
-    backend: the `tokenizers` object; its post-processor adds the begin-of-sequence token where the model wants one.
+    backend: the `tokenizers` object, taken over; its post-processor adds the begin-of-sequence token where the model wants one.
     named: special tokens by role ("bos_token", "eos_token", ...), which templates may ask for.
     chat_template: Jinja source, or None for a model that was not trained to chat.
     """

@@ -19,7 +19,8 @@ from hypothesis import strategies as st
 
 from minillm.config import RopeConfig
 from minillm.model.fetch import status
-from minillm.model.gguf_file import GGUFFile, split_pairs
+from minillm.model.gguf_file import GGUFFile
+from minillm.model.gguf_model import split_pairs
 from minillm.model.loader import Checkpoint, load_checkpoint
 from minillm.model.transformer import expected_shapes
 
