@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
-from typing import Any, Sequence
+from typing import Any, Callable, Sequence
 
 import ipywidgets as w
 from matplotlib.figure import Figure
@@ -50,7 +50,8 @@ class PhaseTimes:
 
 
 def time_phases(
-    llm: LLM, prompt: int, batch: int = 1, *, answer: int = ANSWER, repeats: int = 3, patience: float = 2.0, job: Job | None = None
+    llm: LLM, prompt: int, batch: int = 1, *, answer: int = ANSWER, repeats: int = 3, patience: float = 2.0,
+    job: Job | None = None,
 ) -> PhaseTimes:
     """Run ``batch`` requests of ``prompt`` tokens in an idle engine, step by step, and time each step.
 
@@ -70,16 +71,20 @@ def time_phases(
     prefill: list[float] = []
     decode: list[float] = []
     start, steps = time.perf_counter(), repeats * (answer + 1)
-    _run(llm, min(prompt, 16), batch, 2, lambda done: None)  # warm-up
+
+    def step_done(done: int) -> None:
+        if job is not None:
+            job.progress((len(prefill) * (answer + 1) + done) / steps)
+
+    _run(llm, min(prompt, 16), batch, 2, step_done)  # warm-up
     while len(prefill) < repeats and (not prefill or time.perf_counter() - start < patience):
-        before = len(prefill) * (answer + 1)
-        found = _run(llm, prompt, batch, answer, lambda done: job.progress((before + done) / steps) if job else None)
+        found = _run(llm, prompt, batch, answer, step_done)
         prefill.append(found[0])
         decode += found[1:]
     return PhaseTimes(prompt, batch, Timing(tuple(prefill)), Timing(tuple(decode)))
 
 
-def _run(llm: LLM, prompt: int, batch: int, answer: int, step_done: Any) -> list[float]:
+def _run(llm: LLM, prompt: int, batch: int, answer: int, step_done: Callable[[int], None]) -> list[float]:
     """Seconds of the prefill step and of each decoding step. Leaves nothing behind in the engine, also when cancelled."""
     params, vocab = SamplingParams(max_tokens=answer + 1, ignore_eos=True), llm.model.config.vocab_size
     names: list[str] = []

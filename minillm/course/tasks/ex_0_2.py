@@ -230,8 +230,8 @@ TASKS = (
         (
             "What does one token leave behind for later tokens, in every layer? And whose memory is it, after the weights have "
             "taken theirs from the usable share?",
-            "K and V: two vectors of kv_heads · head_dim numbers in each of num_hidden_layers layers. Free bytes: usable · memory "
-            "− weight_bytes; one request holds context · KV per token.",
+            "K and V: two vectors of kv_heads · head_dim numbers in each of num_hidden_layers layers. Free bytes: usable · "
+            "memory − weight_bytes; one request holds context · KV per token.",
             "kv_heads = config.get('num_key_value_heads'), and if that is None …; head_dim likewise from hidden_size and heads; "
             "return per_token, max(0, math.floor(free / (…)))",
         ),
@@ -263,12 +263,12 @@ TASKS = (
             NamedCheck("edges: an answer of one token", stretch_one, 3),
         ),
         (
-            "Write one function for a pass over `new` tokens that follow `past` tokens. Prefill is one such pass, an answer token "
-            "another; each is bound by the slower of its two clocks.",
+            "Write one function for a pass over `new` tokens that follow `past` tokens. Prefill is one such pass, an answer "
+            "token another; each is bound by the slower of its two clocks.",
             "pairs = new · past + new · (new + 1) / 2. FLOPs: 2 · weights · new + pair_flops · pairs. Bytes: 2 · weights + "
             "kv_bytes · (past + new) read + kv_bytes · new written.",
-            "ttft = a_pass(0, prompt); tpot = a_pass(prompt + answer − 1, 1); n = 1; while prefill of n < answer · token after n: "
-            "n += 1",
+            "ttft = a_pass(0, prompt); tpot = a_pass(prompt + answer − 1, 1); n = 1; while prefill of n < answer · "
+            "token after n: n += 1",
         ),
         references=(request_of, seconds_of, predict, step_work, prefill_work, decode_work),
     ),
