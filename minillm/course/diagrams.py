@@ -8,7 +8,7 @@ from typing import Any, Mapping, Sequence
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch, Rectangle
 
-from minillm.course.style import COLOURS, DPI, FONT, HATCHES, INK, SMALL, SOFT, figure, legend, titled
+from minillm.course.style import COLOURS, DPI, FONT, HATCHES, INK, SMALL, SOFT, Drawing, figure, legend, titled
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ def block_table(
     rows, longest = -(-num_blocks // columns), max([1, *(len(t) for t in tables.values())])
     left = columns + 0.8 + 0.22 * max([4, *(len(name) for name in tables)])  # where the tables' boxes begin
     width, height = left + longest + 0.2, max(rows, len(tables)) + 1.9
-    fig = Figure(figsize=(0.42 * width, 0.42 * height + (0.3 if title else 0.0)), dpi=DPI, facecolor="white")
+    fig = Drawing(figsize=(0.42 * width, 0.42 * height + (0.3 if title else 0.0)), dpi=DPI, facecolor="white")
     ax = fig.add_axes((0, 0, 1, 1))
     ax.axis("off")
     ax.set_xlim(-0.1, width - 0.1)

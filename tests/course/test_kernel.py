@@ -79,7 +79,7 @@ def test_a_red_check_shows_the_report_alone(executed):
 
 
 def test_nbval_finds_the_same_output_again(executed):
-    env = {**os.environ, "MINILLM_PROGRESS_DIR": "", "PYTHONPATH": os.pathsep.join(sys.path)}
+    env = {**os.environ, "MINILLM_PROGRESS_DIR": str(executed.parent / "again"), "PYTHONPATH": os.pathsep.join(sys.path)}
     command = [sys.executable, "-m", "pytest", "--nbval", "--nbval-current-env", "-q", "-p", "no:cacheprovider"]
     command += ["--rootdir", executed.parent, executed]
     result = subprocess.run(command, env=env, cwd=executed.parent, capture_output=True, text=True, timeout=180)

@@ -40,6 +40,11 @@ def test_equal_figures_give_equal_bytes_that_are_a_picture(name):
     assert pixels.shape[0] < 700 and pixels.shape[1] < 900 and pixels[..., :3].std() > 0.01
 
 
+@pytest.mark.parametrize("name", FIGURES)
+def test_a_notebook_shows_a_figure_that_ends_a_cell(name):
+    assert FIGURES[name]()._repr_png_() == png(FIGURES[name]())
+
+
 def test_no_figure_is_known_to_pyplot():
     for make in FIGURES.values():
         make()

@@ -9,6 +9,7 @@ import io
 import linecache
 import os
 import sys
+import tempfile
 import types
 from pathlib import Path
 from typing import Any, Iterable, Iterator
@@ -32,7 +33,12 @@ def handed_in(path: Path) -> dict[str, Any]:
     taken: dict[str, Any] = {}
     book = types.ModuleType(f"notebook_{path.parent.parent.name}_{path.stem}")
     notebook = nbformat.read(path, as_version=4)
-    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(io.StringIO()):
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        contextlib.redirect_stdout(io.StringIO()),
+        tempfile.TemporaryDirectory() as progress,
+    ):
+        patch.setenv("MINILLM_PROGRESS_DIR", progress)  # nobody's own progress
         for module in (checks, importlib.import_module("minillm.course")):
             patch.setattr(module, "check", lambda id, answer, **_: taken.update({getattr(id, "id", id): answer}), raising=False)
             patch.setattr(module, "hint", lambda *_, **__: None, raising=False)
