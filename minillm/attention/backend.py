@@ -26,15 +26,3 @@ class AttentionBackend(Protocol):
     def work(self, batch: ForwardBatch, plan: Any, config: ModelConfig, dtype: Any) -> Work:
         """What one layer's forward does for this batch."""
         ...
-
-
-def visible_pairs(q_len: int, kv_len: int, window: int | None = None) -> int:
-    """Query-key pairs that a causal mask admits: query i sits at position kv_len - q_len + i and sees itself, everything
-    before it, and with a sliding window the last ``window`` keys only."""
-    first, last = kv_len - q_len + 1, kv_len  # keys visible to the first and to the last query
-    if window is None or last <= window:
-        return (first + last) * q_len // 2
-    if first >= window:
-        return window * q_len
-    growing = window - first  # queries that see fewer than `window` keys
-    return (first + window - 1) * growing // 2 + window * (q_len - growing)

@@ -10,11 +10,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from minillm.attention.backend import visible_pairs
 from minillm.cache.kv_store import KVStore
 from minillm.config import ModelConfig
 from minillm.engine.batch import ForwardBatch, slots_of
-from minillm.perf.work import Work
+from minillm.perf.work import Work, visible_pairs
 
 MAX_PADDING = 1.3
 """Rows share one gather while padding them to the longest costs at most this factor."""

@@ -13,7 +13,7 @@ from typing import Iterable
 from minillm.config import ModelConfig
 from minillm.perf.hardware import Hardware
 from minillm.perf.units import check_positive, check_share, check_whole, format_bytes, format_time
-from minillm.perf.work import Work
+from minillm.perf.work import Work, visible_pairs
 
 
 @dataclass(frozen=True)
@@ -101,7 +101,7 @@ def step_work(
     table = config.vocab_size * config.hidden_size
     weights = config.num_params - table * (1 if config.tie_embeddings else 2) + tokens * config.hidden_size
     weights += table if logits else 0
-    pairs = sum(visible_pairs(past, new, config.sliding_window) for past, new in chunks)
+    pairs = sum(visible_pairs(new, past + new, config.sliding_window) for past, new in chunks)
     window = config.sliding_window or math.inf
     visible = sum(new + min(past, window - 1) for past, new in chunks)
     flops = 2 * config.num_layers * config.layer_matmul_params * tokens + 2 * table * logits
@@ -137,17 +137,6 @@ def prefill_work(
     )
 
 
-def visible_pairs(past: int, new: int, window: int | None = None) -> int:
-    """(query, key) pairs under a causal mask when `new` tokens follow `past`; each query sees itself and, with a sliding
-    window, at most window - 1 tokens before it."""
-
-    def up_to(n: int) -> int:
-        full = n if window is None else min(n, window)
-        return full * (full + 1) // 2 + (n - full) * (window or 0)
-
-    return up_to(past + new) - up_to(past)
-
-
 def attention_intensity(config: ModelConfig, new: int, context: int, bytes_per_element: float = 2.0) -> float:
     """FLOP per byte of attention when the last `new` of `context` tokens are computed, whatever the batch.
 
@@ -157,7 +146,7 @@ def attention_intensity(config: ModelConfig, new: int, context: int, bytes_per_e
     check_whole("new", new)
     check_whole("context", context, at_least=new)
     check_positive("bytes_per_element", bytes_per_element)
-    flops = 4 * config.q_size * visible_pairs(context - new, new)
+    flops = 4 * config.q_size * visible_pairs(new, context)
     return flops / ((2 * config.kv_size * context + 2 * config.q_size * new) * bytes_per_element)
 
 

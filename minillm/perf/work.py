@@ -53,3 +53,14 @@ class Work:
             n * self.activation_bytes,
             n * self.launches,
         )
+
+
+def visible_pairs(q_len: int, kv_len: int, window: int | None = None) -> int:
+    """Query-key pairs that a causal mask admits when the last q_len of kv_len tokens are computed: each query sees itself and
+    everything before it, with a sliding window the last ``window`` keys only."""
+
+    def up_to(n: int) -> int:
+        full = n if window is None else min(n, window)  # queries that see every key so far
+        return full * (full + 1) // 2 + (n - full) * (window or 0)
+
+    return up_to(kv_len) - up_to(kv_len - q_len)

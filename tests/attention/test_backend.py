@@ -7,10 +7,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from minillm.attention.backend import visible_pairs
 from minillm.attention.torch_backend import TorchAttention
 from minillm.config import ModelConfig
 from minillm.engine.batch import ForwardBatch, Row
+from minillm.perf.work import visible_pairs
 
 
 def pairs_one_by_one(q_len: int, kv_len: int, window: int | None) -> int:

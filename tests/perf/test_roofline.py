@@ -21,10 +21,9 @@ from minillm.perf.roofline import (
     predict,
     prefill_work,
     step_work,
-    visible_pairs,
 )
 from minillm.perf.units import GIB, KIB, MIB
-from minillm.perf.work import Work
+from minillm.perf.work import Work, visible_pairs
 
 QWEN = preset("qwen3-32b")
 LLAMA = preset("llama-7b")
@@ -194,7 +193,7 @@ def test_visible_pairs_are_those_of_the_mask(past, new, window):
     query = torch.arange(past, past + new)[:, None]
     key = torch.arange(past + new)[None, :]
     mask = (key <= query) & (query - key < (window or 10**6))
-    assert visible_pairs(past, new, window) == int(mask.sum())
+    assert visible_pairs(new, past + new, window) == int(mask.sum())
 
 
 @given(config=configs, chunks=st.lists(st.integers(1, 50), min_size=1, max_size=5))
