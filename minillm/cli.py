@@ -9,10 +9,13 @@ import sys
 from typing import Any, Sequence
 
 DESCRIPTION = "A small, real LLM inference engine, and the course that builds it up."
+PLAN = "Derive memory, KV cache, latency floors and concurrency of a model on a card."
+BENCH = "Measure the engine against transformers, vLLM and llama.cpp, interleaved in one run."
 EPILOG = "Start with `minillm doctor`, then `minillm generate 'The capital of France is'`. Every command has its own --help."
 
 
-def build_parser() -> argparse.ArgumentParser:
+def build_parser(chosen: str | None = None) -> argparse.ArgumentParser:
+    """The parser. chosen: the command that will be run, where it is known."""
     parser = argparse.ArgumentParser(prog="minillm", description=DESCRIPTION, epilog=EPILOG)
     parser.add_argument("-v", "--verbose", action="store_true", help="also say what the engine chose (dtype, KV pool)")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
@@ -45,23 +48,19 @@ def build_parser() -> argparse.ArgumentParser:
     doctor = commands.add_parser("doctor", help="what works on this machine, and what to do about the rest")
     doctor.set_defaults(run=run_doctor)
 
-    from minillm.perf.plan import add_plan_arguments, run_plan
+    # these two declare their arguments where they use them, and import torch: only when they are asked for
+    plan = commands.add_parser("plan", help="memory, KV and speed limits of a model on a card", description=PLAN)
+    if chosen == "plan":
+        from minillm.perf.plan import add_plan_arguments, run_plan
 
-    plan = commands.add_parser(
-        "plan",
-        help="memory, KV and speed limits of a model on a card",
-        description="Derive memory, KV cache, latency floors and concurrency.",
-    )
-    add_plan_arguments(plan)
-    plan.set_defaults(run=run_plan)
+        add_plan_arguments(plan)
+        plan.set_defaults(run=run_plan)
+    bench = commands.add_parser("bench", help="measure the engine against its peers, in one run", description=BENCH)
+    if chosen == "bench":
+        from minillm.bench.suite import add_bench_arguments, run_bench
 
-    from minillm.bench.suite import add_bench_arguments, run_bench
-
-    bench = commands.add_parser(
-        "bench", help="measure the engine against its peers, in one run", description="Measure against peers."
-    )
-    add_bench_arguments(bench)
-    bench.set_defaults(run=run_bench)
+        add_bench_arguments(bench)
+        bench.set_defaults(run=run_bench)
 
     from minillm.course.status import add_course_arguments
 
@@ -177,7 +176,8 @@ def run_doctor(args: argparse.Namespace) -> int:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    args = build_parser().parse_args(argv)
+    words = sys.argv[1:] if argv is None else list(argv)
+    args = build_parser(next((w for w in words if not w.startswith("-")), None)).parse_args(words)
     logging.basicConfig(format="minillm: %(message)s", stream=sys.stderr)
     logging.getLogger("minillm").setLevel(logging.INFO if args.verbose else logging.WARNING)
     try:
