@@ -1,6 +1,6 @@
-"""What the engine must equal: the transformer written out from its formulas, one whole sequence at a time, and the rules that end a request.
+"""What the engine must equal: the transformer from its formulas, one whole sequence at a time, and the rules that end a request.
 
-Nothing here imports minillm's attention, cache, scheduler, sampler or detokenizer. Only the weights come from the model under test.
+Nothing here uses minillm's attention, cache, scheduler, sampler or detokenizer. Only the weights come from the model under test.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ class Reference:
         for i in range(c.num_layers):
             p = f"model.layers.{i}"
             x = x + self._attention(self._norm(x, f"{p}.input_layernorm.weight"), f"{p}.self_attn")
-            gate, up = self._linear(self._norm(x, f"{p}.post_attention_layernorm.weight"), f"{p}.mlp.gate_up_proj").chunk(2, dim=-1)
+            normed = self._norm(x, f"{p}.post_attention_layernorm.weight")
+            gate, up = self._linear(normed, f"{p}.mlp.gate_up_proj").chunk(2, dim=-1)
             x = x + self._linear(gate * torch.sigmoid(gate) * up, f"{p}.mlp.down_proj")
         head = w["model.embed_tokens.weight" if c.tie_embeddings else "lm_head.weight"]
         return self._norm(x, "model.norm.weight") @ head.T
@@ -90,7 +91,7 @@ class Expected:
     finish_reason: str
 
 
-def ending(stream: Sequence[int], params: SamplingParams, eos: Sequence[int] = (), decode=None, room: int | None = None) -> Expected:
+def ending(stream: Sequence[int], params: SamplingParams, eos: Sequence[int] = (), decode=None, room=None) -> Expected:
     """Cut an endless stream of tokens where the request's parameters end it. decode: token ids → text. room: tokens that fit."""
     limit = params.max_tokens if room is None else min(params.max_tokens, room)
     stop_ids = set(params.stop_token_ids) | (set() if params.ignore_eos else set(eos))

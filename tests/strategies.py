@@ -36,12 +36,12 @@ def one_thread() -> Iterator[None]:
 
 def tiny_config(group: int = 3, window: int | None = None, **changes: Any) -> ModelConfig:
     """Each group size also has its own variant of a layer, so that all of them are met."""
-    variant = {1: {"tie_embeddings": True}, 2: {"qkv_bias": True, "family": "qwen2"}, 3: {"qk_norm": True, "family": "qwen3"}}[group]
+    variants: dict[int, dict[str, Any]] = {1: {"tie_embeddings": True}, 2: {"qkv_bias": True}, 3: {"qk_norm": True}}
     shape: dict[str, Any] = dict(
         vocab_size=VOCAB, hidden_size=16, intermediate_size=20, num_layers=2, num_heads=2 * group, num_kv_heads=2, head_dim=4,
         max_position=MAX_LEN, sliding_window=window, eos_token_ids=EOS, name="tiny",
     )  # fmt: skip
-    return ModelConfig(**(shape | variant | changes))
+    return ModelConfig(**(shape | variants[group] | changes))
 
 
 @cache
@@ -56,8 +56,9 @@ def reference(group: int = 3, window: int | None = None) -> Reference:
 
 # 0 and 1 end a text. Characters of one to four bytes, whole and in pieces, and "a", "b", "ab", "xa" for stop strings.
 PIECES: tuple[bytes, ...] = (
-    b"", b"", b"a", b"b", b"ab", b"xa", b"x", b" ", b"c", b"\xc3", b"\xa9", b"\xe2", b"\x82", b"\xac", b"\xf0\x9f", b"\x98",
-    b"\x80", b"a\xe2", b"\x82\xacb", b"\xc3\xa9", b"d", b"e", b"bc", b"abc", b"y", b"z", b"\xe2\x82", b"\xac ", b"ba", b"f", b"g", b"h",
+    b"", b"", b"a", b"b", b"ab", b"xa", b"x", b" ", b"c", b"\xc3", b"\xa9", b"\xe2", b"\x82", b"\xac", b"\xf0\x9f",
+    b"\x98", b"\x80", b"a\xe2", b"\x82\xacb", b"\xc3\xa9", b"d", b"e", b"bc", b"abc", b"y", b"z", b"\xe2\x82",
+    b"\xac ", b"ba", b"f", b"g", b"h",
 )  # fmt: skip
 
 
@@ -75,6 +76,11 @@ class FakeTokenizer:
         return b"".join(self.pieces[i] for i in ids).decode("utf-8", errors="replace")
 
 
+def greedy(prompt: Sequence[int], n: int) -> tuple[int, ...]:
+    """What the default tiny model must answer."""
+    return tuple(reference().greedy(prompt, n))
+
+
 def tiny_llm(group: int = 3, window: int | None = None, **options: Any) -> LLM:
     return LLM(tiny_model(group, window), **({"num_blocks": 64, "block_size": 4} | options))
 
@@ -84,14 +90,12 @@ def tiny_engine(group: int = 3, window: int | None = None, tokenizer: Any = None
 
 
 def scripted_llm(*pieces: str | bytes, eos: Sequence[int] = (), **options: Any) -> LLM:
-    """A model that answers prompt [0] with pieces[0], pieces[1], …: token i is always followed by token i + 1, the last by itself.
+    """A model that answers prompt [0] with pieces[0], pieces[1], …: token i is always followed by i + 1, the last by itself.
 
     Token 0 is the letter "?". eos: ids that end a text.
     """
     vocab = len(pieces) + 1
-    config = tiny_config(
-        1, vocab_size=vocab, hidden_size=vocab, num_layers=1, tie_embeddings=False, eos_token_ids=tuple(eos)
-    )
+    config = tiny_config(1, vocab_size=vocab, hidden_size=vocab, num_layers=1, tie_embeddings=False, eos_token_ids=tuple(eos))
     weights = {name: torch.zeros(shape) for name, shape in expected_shapes(config).items()}  # no layer adds anything
     weights["model.embed_tokens.weight"] = torch.eye(vocab)
     weights["lm_head.weight"] = torch.eye(vocab).roll(1, dims=0)
@@ -103,27 +107,33 @@ def scripted_llm(*pieces: str | bytes, eos: Sequence[int] = (), **options: Any) 
 
 
 class WatchedAttention(TorchAttention):
-    """Keeps the batches it has seen, and raises in the model's last layer when told to, as an interrupt would: half of the step is done."""
+    """Keeps the batches it has seen, and raises in the last layer when told to: an interrupt with half of the step done."""
 
     def __init__(self, window: int | None = None):
         super().__init__(window)
         self.batches: list[ForwardBatch] = []
         self.error: BaseException | None = None
+        self.failing_call = 0
+
+    def fail_after(self, steps: int, error: BaseException) -> None:
+        self.failing_call, self.error = len(self.batches) + steps + 1, error
 
     def plan(self, batch: ForwardBatch, dtype: torch.dtype) -> Any:
         self.batches.append(batch)
         return super().plan(batch, dtype)
 
     def forward(self, q, layer, store, plan):
-        if self.error is not None and layer == 1:
+        if self.error is not None and layer == 1 and len(self.batches) >= self.failing_call:
             error, self.error = self.error, None
             raise error
         return super().forward(q, layer, store, plan)
 
 
 def poison_freed_blocks(engine: Engine) -> None:
-    """From now on every slot that nobody holds is NaN, so that one stray read spoils the logits. The null block's first slot is the
-    only one that padding may read."""
+    """From now on every slot that nobody holds is NaN, so that one stray read spoils the logits.
+
+    The null block's first slot is the only one that padding may read.
+    """
     pool, size = engine.cache.pool, engine.cache.block_size
     release, uncache = pool.release, pool.uncache
 
@@ -162,6 +172,14 @@ def run_to_end(engine: Engine, limit: int = 2000) -> dict[str, Any]:
             return done
         done.update({o.request_id: o for o in engine.step() if o.finished})
     raise AssertionError(f"still busy after {limit} steps")
+
+
+def assert_empty(llm: LLM) -> None:
+    """Nothing runs, waits or is held; an idle step calls the model zero times."""
+    pool = llm.engine.cache.pool
+    assert not llm.engine.has_work and pool.num_free == pool.num_blocks
+    with watched(llm.model) as batches:
+        assert llm.engine.step() == [] and batches == []
 
 
 tokens = st.integers(0, VOCAB - 1)

@@ -1,4 +1,4 @@
-"""A prefix cache as small as one can be: a dictionary from whole prefixes to blocks. What the seam promises, this class relies on."""
+"""A prefix cache as small as one can be: a dictionary from whole prefixes to blocks. It relies on what the seam promises."""
 
 from __future__ import annotations
 

@@ -49,7 +49,7 @@ def test_held_back_text_is_shown_as_soon_as_it_cannot_become_the_stop_string():
 
 
 def test_a_beginning_of_the_stop_string_inside_another_is_kept():
-    """"aab" ends with the stop string "ab" although "aa" did not go on as it began."""
+    """ "aab" ends with the stop string "ab" although "aa" did not go on as it began."""
     deltas, text = stream(ids_of("a", "a", "b"), stop=["ab"])
     assert deltas == ["", "a", ""] and text.text == "a" and text.stopped
     assert text.token_ids == tuple(ids_of("a"))
@@ -79,7 +79,7 @@ def test_bytes_that_never_become_a_character_do_not_hold_back_what_follows():
 
 
 def test_a_token_that_ends_one_character_and_begins_another_shows_the_first():
-    """"€b" comes out of two tokens, "a" with the first byte and the rest with "b": only "a" has to wait."""
+    """ "€b" comes out of two tokens, "a" with the first byte and the rest with "b": only "a" has to wait."""
     deltas, _ = stream(ids_of(b"a\xe2", b"\x82\xacb"))
     assert deltas == ["", "a€b", ""]
 

@@ -1,4 +1,4 @@
-"""Greedy output of a request does not depend on anything but the request: it equals a plain recomputation of the whole sequence."""
+"""Greedy output depends on nothing but the request: it equals a plain recomputation of the whole sequence."""
 
 from __future__ import annotations
 
@@ -14,8 +14,21 @@ from minillm.engine.engine import Engine
 
 from ..reference import ending
 from ..strategies import (
-    EOS, GROUPS, MAX_LEN, WINDOWS, engine_options, greedy_params, models, poison_freed_blocks, reference, run_to_end,
-    slots_needed, tiny_engine, tiny_model, watched, workloads,
+    EOS,
+    GROUPS,
+    MAX_LEN,
+    WINDOWS,
+    engine_options,
+    greedy_params,
+    models,
+    poison_freed_blocks,
+    reference,
+    run_to_end,
+    slots_needed,
+    tiny_engine,
+    tiny_model,
+    watched,
+    workloads,
 )  # fmt: skip
 
 
@@ -49,7 +62,7 @@ def test_greedy_tokens_equal_the_reference_under_any_options_and_every_request_e
 @pytest.mark.parametrize("group, window", list(itertools.product(GROUPS, WINDOWS)))
 def test_logits_of_every_position_equal_the_reference(group, window):
     """Not only the winner: all logits, to rounding, with the prompt in one chunk and in chunks of 3."""
-    model, prompt = tiny_model(group, window), [int(t) for t in torch.randint(0, 32, (17,), generator=torch.Generator().manual_seed(1))]
+    prompt = torch.randint(0, 32, (17,), generator=torch.Generator().manual_seed(1)).tolist()
     want = reference(group, window).logits(prompt)
     for chunk in (17, 3):
         engine = tiny_engine(group, window, max_num_batched_tokens=chunk)

@@ -21,7 +21,7 @@ def row_request(params: SamplingParams, seed: int = 0, num_tokens: int = 5):
 
 
 def exact(logits, temperature, top_k=0, top_p=1.0) -> np.ndarray:
-    """The filtered distribution by a plain walk through all tokens, most likely first, lower id first among equals. float64 [vocab]."""
+    """The filtered distribution by a plain walk through all tokens, most likely first and, among equals, by rising id. [vocab]"""
     x = np.asarray(logits, dtype=np.float64)
     p = np.exp((x - x.max()) / temperature)
     p /= p.sum()
@@ -68,7 +68,13 @@ logit_rows = st.lists(
 
 
 @settings(max_examples=200)
-@given(logit_rows, st.sampled_from([1e-8, 1e-3, 0.7, 1.0, 30.0]), st.integers(0, 14), st.floats(1e-9, 1.0), st.floats(0, 1, exclude_max=True))
+@given(
+    logit_rows,
+    st.sampled_from([1e-8, 1e-3, 0.7, 1.0, 30.0]),
+    st.integers(0, 14),
+    st.floats(1e-9, 1.0),
+    st.floats(0, 1, exclude_max=True),
+)
 def test_a_drawn_token_is_always_in_the_support(logits, temperature, top_k, top_p, u):
     row = torch.tensor(logits, dtype=torch.float64)
     ids, probs = distribution(row, temperature, top_k, top_p)

@@ -11,8 +11,8 @@ from minillm import SamplingParams
 from ..strategies import (
     MAX_LEN,
     engine_options,
+    greedy,
     greedy_params,
-    reference,
     run_to_end,
     slots_needed,
     tiny_engine,
@@ -23,10 +23,6 @@ from ..strategies import (
 
 def ask(engine, prompt, max_tokens=4, **params):
     return engine.add_request(prompt, SamplingParams(max_tokens=max_tokens, ignore_eos=True, **params))
-
-
-def greedy(prompt, n):
-    return tuple(reference().greedy(prompt, n))
 
 
 def schedule_of(engine):

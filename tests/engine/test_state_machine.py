@@ -1,4 +1,4 @@
-"""Any trace of add, step, hand back, interrupt and abort: no block is lost or shared by mistake, every output comes once and is right."""
+"""Any trace of add, step, hand back, interrupt and abort: no block is lost or wrongly shared, every output comes once, right."""
 
 from __future__ import annotations
 

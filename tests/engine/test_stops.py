@@ -149,7 +149,8 @@ def test_an_abort_before_the_first_step_has_nothing():
 # --- any model, any parameters ---
 
 some_params = st.builds(
-    SamplingParams, max_tokens=st.integers(1, 16), ignore_eos=st.booleans(), stop_token_ids=st.lists(st.integers(0, 31), max_size=3),
+    SamplingParams, max_tokens=st.integers(1, 16), ignore_eos=st.booleans(),
+    stop_token_ids=st.lists(st.integers(0, 31), max_size=3),
     stop=st.lists(st.sampled_from(["a", "b", "ab", "€", "é", " ", "xa", "bab", "\ufffd"]), max_size=2),
     logprobs=st.sampled_from([None, 0, 2]),
 )  # fmt: skip
@@ -168,7 +169,7 @@ def test_every_request_ends_where_the_rules_say_and_deltas_add_up(pieces, prompt
     want = ending(reference().greedy(prompt, params.max_tokens), params, (0, 1, 5), tokenizer.decode)
     out = outputs[-1]
     assert (out.token_ids, out.text, out.finish_reason) == (want.token_ids, want.text, want.finish_reason)
-    assert "".join(o.delta for o in outputs) == out.text and [o.finished for o in outputs] == [False] * (len(outputs) - 1) + [True]
+    assert "".join(o.delta for o in outputs) == out.text and not any(o.finished for o in outputs[:-1])
     assert (out.logprobs is None) == (params.logprobs is None)
     assert out.logprobs is None or [next(iter(lp)) for lp in out.logprobs] == list(out.token_ids)
 
