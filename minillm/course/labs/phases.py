@@ -23,8 +23,8 @@ from minillm.perf.units import check_whole, format_time
 from minillm.perf.work import Work
 from minillm.sampling_params import SamplingParams
 
-PROMPTS = (1, 4, 16, 64, 256)
-BATCHES = (1, 2, 4, 8, 16)
+PROMPTS = (1, 4, 16, 64, 256, 512)
+BATCHES = (1, 2, 4, 8)
 ANSWER = 8
 """Decoding steps that are timed for each prompt."""
 
@@ -147,11 +147,13 @@ def explain(prompt: int, batch: int, floors: Sequence[Prediction], found: PhaseT
             line += "; measuring …"
         else:
             share = floor.seconds / timing.median
-            line += f"; measured {timing}, {share:.0%} of the roof." + (" Most of it is overhead." if share < 0.3 else "")
+            line += f"; measured {timing}, {share:.0%} of the roof."
+            if share < 0.3:
+                line += " Most of the time is what the roof leaves out: launches, intermediates, other programs."
         said.append(line)
     if found is not None:
         said.append(f"Per token, the answer takes {found.per_token:.3g} times as much time as the prompt.")
-    return f"<span class='verdict'>{'<br>'.join(said)}</span>"
+    return f"<span class='verdict'>{' <br>'.join(said)}</span>"
 
 
 def phases_panel(
