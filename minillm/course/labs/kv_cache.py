@@ -18,7 +18,7 @@ from minillm.config import ModelConfig
 from minillm.course.panel import Panel
 from minillm.course.plots import Point, Roof, lines, roofline
 from minillm.course.predictions import short
-from minillm.course.style import COLOURS, DPI, INK, LINES, MARKERS, SMALL, SOFT, figure, legend, power_ticks, titled
+from minillm.course.style import COLOURS, DPI, INK, LINES, MARKERS, SMALL, SOFT, Drawing, figure, power_ticks, titled
 from minillm.engine.batch import ForwardBatch, Row
 from minillm.engine.runner import ModelRunner
 from minillm.model.transformer import Transformer
@@ -31,7 +31,7 @@ from minillm.perf.work import Work
 POSITIONS = (16, 32, 64, 128, 256, 512)
 BATCHES = (1, 2, 4)
 WAYS = {"recompute": "without a cache", "cache": "with a cache"}
-SECONDS_EACH = 0.8
+SECONDS_EACH = 0.6
 """After this long no further run of a step is started: without a cache a late position takes seconds."""
 
 
@@ -43,7 +43,7 @@ def work_grid(prompt: int, new: int) -> Figure:
     check_whole("prompt", prompt)
     check_whole("new", new)
     total = prompt + new - 1
-    fig = Figure(figsize=(7.0, 1.25 + 0.26 * new), dpi=DPI, layout="constrained", facecolor="white")
+    fig = Drawing(figsize=(7.0, 1.5 + 0.26 * new), dpi=DPI, layout="constrained", facecolor="white")
     axes = fig.subplots(1, 2)
     computed, kept = {"facecolor": COLOURS[0]}, {"facecolor": "#F2F2F2", "hatch": "////"}
     for ax, cached in zip(axes, (False, True), strict=True):
@@ -62,7 +62,7 @@ def work_grid(prompt: int, new: int) -> Figure:
         titled(ax, f"{'with' if cached else 'without'} a cache: {count} token-forwards", "position")
     looks = {"computed in this step": computed, "K and V read": kept}
     handles = [Patch(edgecolor=SOFT, label=label, **look) for label, look in looks.items()]
-    axes[0].legend(handles=handles, loc="upper right", fontsize=SMALL, frameon=False)
+    fig.legend(handles=handles, loc="outside lower center", ncols=2, fontsize=SMALL, frameon=False)
     return fig
 
 
@@ -198,7 +198,7 @@ def time_figure(
         ax.plot(positions, floors, color=colour, linestyle=LINES[1 - i], linewidth=1.6, label=f"{name}, predicted")
         points = [(n, found[way].timing) for n, found in sorted(seen.items())]
         if points:
-            spread = [[t.median - t.best for _, t in points], [max(t.samples) - t.median for _, t in points]]
+            spread = [[t.median - t.p10 for _, t in points], [t.p90 - t.median for _, t in points]]
             ax.errorbar(
                 [n for n, _ in points], [t.median for _, t in points], yerr=spread, fmt=MARKERS[i], color=colour, markersize=7,
                 markeredgecolor="white", ecolor=INK, elinewidth=1, capsize=3, zorder=5, label=f"{name}, measured",
@@ -211,7 +211,7 @@ def time_figure(
     power_ticks(ax.yaxis)
     ax.yaxis.set_major_formatter(lambda v, _: format_time(v).replace(".00", "").replace(".0 ", " "))
     titled(ax, None, "position of the new token", f"time of one step, batch {batch}")
-    legend(ax, "best")
+    ax.legend(loc="lower left", bbox_to_anchor=(-0.02, 1.0), ncols=2, fontsize=SMALL, frameon=False, labelcolor=INK)
     return fig
 
 
@@ -221,8 +221,8 @@ def roofline_figure(bench: DecodeBench, hardware: Hardware, found: Mapping[str, 
     points = []
     for way, name in WAYS.items():
         work, timing = found[way].work, found[way].timing
-        spread = timing.best, max(timing.samples)
-        points.append(Point(f"{name}, position {position}", work.total_flops, work.total_bytes, timing.median, *spread))
+        where = f"{name}, position {position}"
+        points.append(Point(where, work.total_flops, work.total_bytes, timing.median, timing.p10, timing.p90))
     return roofline([roof], points)
 
 
