@@ -28,10 +28,9 @@ def headless() -> bool:
     ``MINILLM_HEADLESS=1`` or ``0`` decides by hand. Otherwise a kernel is asked whether the sender of the running cell
     can answer questions (``allow_stdin``): every front end with a person in front of it says yes, every runner says no.
     """
-    flag = os.environ.get("MINILLM_HEADLESS", "")
-    if flag:
-        return flag != "0"
-    if "PYTEST_VERSION" in os.environ or "PYTEST_CURRENT_TEST" in os.environ:
+    if os.environ.get("MINILLM_HEADLESS") == "0":
+        return False
+    if _by_hand():
         return True
     running = kernel()
     if running is None:
@@ -41,6 +40,12 @@ def headless() -> bool:
     except (AttributeError, LookupError, TypeError):
         return False
     return not content.get("allow_stdin", True)
+
+
+def _by_hand() -> bool:
+    """Whether the environment says that this is a run without a learner."""
+    flag = os.environ.get("MINILLM_HEADLESS", "")
+    return flag not in ("", "0") or "PYTEST_VERSION" in os.environ or "PYTEST_CURRENT_TEST" in os.environ
 
 
 @functools.cache
@@ -54,14 +59,15 @@ def _scratch() -> Path:
 def data_dir() -> Path:
     """The folder of the learner's progress: ``$MINILLM_HOME``, else the user's data folder (``~/.local/share/minillm``).
 
-    A kernel without a front end gets a throw-away folder, so that a test run of the solutions never marks the
-    learner's tasks as done. ``$MINILLM_PROGRESS_DIR`` overrides all of this.
+    A kernel without a front end, and any test run that names no home, gets a throw-away folder: running the solutions
+    never marks the learner's tasks as done. ``$MINILLM_PROGRESS_DIR`` overrides all of this.
     """
     if explicit := os.environ.get("MINILLM_PROGRESS_DIR"):
         return Path(explicit).expanduser()
-    if kernel() is not None and headless():
+    home = os.environ.get("MINILLM_HOME")
+    if headless() and (kernel() is not None or (_by_hand() and not home)):
         return _scratch()
-    if home := os.environ.get("MINILLM_HOME"):
+    if home:
         return Path(home).expanduser()
     shared = os.environ.get("XDG_DATA_HOME", "")
     # the XDG rule: a relative path there is invalid and must be ignored

@@ -104,6 +104,25 @@ def test_a_stubborn_older_measurement_is_not_shown():
     assert p.verdict.value == "n = 7, measured 7" and "n = 2, measured 2" not in shown
 
 
+def test_a_position_that_comes_while_an_older_result_is_drawn_still_wins():
+    drawing, go = threading.Event(), threading.Event()
+
+    def slow_for_two(values, result):
+        if result == 2:
+            drawing.set()
+            assert go.wait(SECONDS)
+        return b"picture", f"n = {values['n']}, {result}"
+
+    p = panel(lambda job, n: n, draw=slow_for_two)
+    shown = []
+    p.verdict.observe(lambda change: shown.append(change["new"]), "value")
+    assert drawing.wait(SECONDS)
+    p["n"].value = 7
+    go.set()
+    p.wait(SECONDS)
+    assert p.verdict.value == "n = 7, 7" and "n = 2, 2" not in shown
+
+
 def test_progress_is_shown_and_limited_in_rate():
     seen = []
 
@@ -144,7 +163,7 @@ def test_two_panels_never_measure_at_once():
         active.pop()
         return n
 
-    panels = [panel(measure, name=f"toy {i}") for i in range(3)]
+    panels = [panel(measure, name=f"toy {i}", draw=lambda values, result: (b"quick", "")) for i in range(3)]
     for p in panels:
         p.wait(SECONDS)
     assert max(most) == 1

@@ -66,6 +66,15 @@ def test_a_headless_kernel_never_writes_into_the_learners_folder(outside_pytest,
     assert session.data_dir() == tmp_path / "explicit"
 
 
+def test_a_test_run_never_writes_into_the_learners_folder(monkeypatch, tmp_path):
+    monkeypatch.delenv("MINILLM_PROGRESS_DIR")
+    monkeypatch.delenv("MINILLM_HOME", raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert tmp_path not in session.data_dir().parents
+    monkeypatch.setenv("MINILLM_HOME", str(tmp_path))
+    assert session.data_dir() == tmp_path
+
+
 def test_the_default_folder_follows_the_desktop_rule(outside_pytest, monkeypatch, tmp_path):
     outside_pytest()
     monkeypatch.delenv("MINILLM_HOME", raising=False)
