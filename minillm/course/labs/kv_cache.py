@@ -10,6 +10,7 @@ import ipywidgets as w
 import torch
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch, Rectangle
+from matplotlib.ticker import LogLocator, NullLocator
 from torch import Tensor
 
 from minillm.attention.torch_backend import TorchAttention, precision_name
@@ -18,7 +19,7 @@ from minillm.config import ModelConfig
 from minillm.course.panel import Panel
 from minillm.course.plots import Point, Roof, lines, roofline
 from minillm.course.predictions import short
-from minillm.course.style import COLOURS, DPI, INK, LINES, MARKERS, SMALL, SOFT, Drawing, figure, power_ticks, titled
+from minillm.course.style import COLOURS, DPI, INK, LINES, MARKERS, SMALL, SOFT, Drawing, figure, titled
 from minillm.engine.batch import ForwardBatch, Row
 from minillm.engine.runner import ModelRunner
 from minillm.model.transformer import Transformer
@@ -45,7 +46,8 @@ def work_grid(prompt: int, new: int) -> Figure:
     total = prompt + new - 1
     fig = Drawing(figsize=(7.0, 1.5 + 0.26 * new), dpi=DPI, layout="constrained", facecolor="white")
     axes = fig.subplots(1, 2)
-    computed, kept = {"facecolor": COLOURS[0]}, {"facecolor": "#F2F2F2", "hatch": "////"}
+    computed: dict[str, Any] = {"facecolor": COLOURS[0]}
+    kept: dict[str, Any] = {"facecolor": "#F2F2F2", "hatch": "////"}
     for ax, cached in zip(axes, (False, True), strict=True):
         count = 0
         for step in range(new):
@@ -208,7 +210,8 @@ def time_figure(
     ax.set_xscale("log", base=2)
     ax.set_yscale("log")
     ax.set_xticks(list(positions), [str(n) for n in positions])
-    power_ticks(ax.yaxis)
+    ax.yaxis.set_major_locator(LogLocator(10, subs=(1.0, 2.0, 5.0), numticks=12))
+    ax.yaxis.set_minor_locator(NullLocator())
     ax.yaxis.set_major_formatter(lambda v, _: format_time(v).replace(".00", "").replace(".0 ", " "))
     titled(ax, None, "position of the new token", f"time of one step, batch {batch}")
     ax.legend(loc="lower left", bbox_to_anchor=(-0.02, 1.0), ncols=2, fontsize=SMALL, frameon=False, labelcolor=INK)
