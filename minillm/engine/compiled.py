@@ -13,9 +13,11 @@ import io
 import logging
 import os
 import shutil
+import sys
 import tempfile
 import time
 import warnings
+import zipfile
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Sequence
@@ -85,17 +87,24 @@ def find_or_build(model: Transformer, store: PlainKVStore, window: int | None) -
     """The compiled package of this model on this machine; built at the first call, found at later ones."""
     if model.device.type != "cpu":
         raise CompileUnavailable(f"the compiled step is built for a CPU, the model is on {model.device}")
-    if shutil.which(os.environ.get("CXX", "g++")) is None and shutil.which("clang++") is None:
-        raise CompileUnavailable("no C++ compiler was found; install g++ or clang++")
     folder = cache_dir() / "compiled"
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise CompileUnavailable(f"there is no place to keep it: {error}") from error
     package = folder / f"{model.config.name.replace('/', '_')}-{fingerprint(model, store, window)}.pt2"
     with FileLock(f"{package}.lock"):  # two engines that start at once compile once
-        if not package.exists():
+        if not _is_whole(package):
+            if shutil.which(os.environ.get("CXX", "g++")) is None and shutil.which("clang++") is None:
+                raise CompileUnavailable("no C++ compiler was found; install g++ or clang++")
             log.warning("compiling the decode step of %s: a minute or two, once; kept in %s", model.config.name, folder)
             started = time.monotonic()
-            with tempfile.TemporaryDirectory(dir=folder) as scratch:
-                os.replace(_build(model, store, window, Path(scratch) / "step.pt2"), package)
+            try:
+                with tempfile.TemporaryDirectory(dir=folder) as scratch:
+                    os.replace(_build(model, store, window, Path(scratch) / "step.pt2"), package)
+            except Exception as error:  # what torch.export, its compiler and a full disk raise has no common type
+                reason = str(error).strip().split("\n")[0]
+                raise CompileUnavailable(f"torch could not compile the step ({type(error).__name__}: {reason})") from error
             log.warning("compiled in %.0f s", time.monotonic() - started)
             _prune(folder, keep=package)
     os.utime(package)
@@ -134,7 +143,7 @@ def _build(model: Transformer, store: PlainKVStore, window: int | None, target: 
 def fingerprint(model: Transformer, store: PlainKVStore, window: int | None) -> str:
     """Everything that the compiled code depends on: weights, shapes, our source, torch, threads and the CPU's abilities."""
     digest = hashlib.blake2b(digest_size=12)
-    for module in SOURCES:
+    for module in (*SOURCES, sys.modules[__name__]):
         digest.update(inspect.getsource(module).encode())
     capability = torch.backends.cpu.get_cpu_capability()
     digest.update(
@@ -148,8 +157,20 @@ def fingerprint(model: Transformer, store: PlainKVStore, window: int | None) -> 
     return digest.hexdigest()
 
 
+def _is_whole(package: Path) -> bool:
+    """Whether the package is there and every byte as it was written: torch would run whatever it finds in a damaged one."""
+    try:
+        with zipfile.ZipFile(package) as archive:
+            return archive.testzip() is None
+    except (OSError, zipfile.BadZipFile):
+        return False
+
+
 def _prune(folder: Path, keep: Path) -> None:
-    """Packages hold a copy of the weights each: keep the few used last."""
+    """Packages hold a copy of the weights each: keep the few used last, and nothing of a build that was killed a day ago."""
+    for scratch in folder.glob("tmp*/"):
+        if scratch.stat().st_mtime < time.time() - 86_400:
+            shutil.rmtree(scratch, ignore_errors=True)
     packages = sorted(folder.glob("*.pt2"), key=lambda p: p.stat().st_mtime, reverse=True)
     for old in packages[KEPT_PACKAGES:]:
         if old != keep:
