@@ -210,7 +210,7 @@ def engine_options(draw, needed: int) -> dict[str, Any]:
     """Any engine that can serve requests of up to ``needed`` slots; pools are small, so that requests push each other out."""
     kind = draw(st.sampled_from(["paged", "paged", "contiguous", "none"]))
     block_size = draw(st.one_of(st.integers(1, 4), st.integers(1, 17)))
-    budget = draw(st.integers(1, 64))
+    budget = draw(st.one_of(st.integers(1, 6), st.integers(1, 64)))
     if kind == "contiguous":
         num_blocks = draw(st.integers(1, 4)) * -(-MAX_LEN // block_size)
     else:

@@ -116,6 +116,18 @@ def test_cached_blocks_are_evicted_when_room_is_needed_but_never_the_matched_one
     assert m.prefix.evicted and not m.prefix.holds(m.prefix.evicted[0]) and state(m) == (0, 0, 4)
 
 
+def test_the_matched_blocks_are_not_evicted_even_if_they_would_be_first():
+    m, other = warm(num_blocks=4), request(range(20, 24))
+    m.allocate(other, 4)
+    other.num_computed_tokens = 4
+    m.free(other)
+    r = request(range(16))
+    matched = m.match(r)  # the longest prefix in the cache: the first that it would give up
+    assert m.allocate(r, 16, matched) is not None
+    assert r.blocks[:2] == matched and len(set(r.blocks)) == 4 and state(m) == (0, 0, 4)
+    m.pool.check()
+
+
 def test_a_request_that_eviction_cannot_help_evicts_nothing():
     m, a, b = warm(num_blocks=4), request(range(20, 28)), request(range(40, 56))
     m.allocate(a, 8)

@@ -10,9 +10,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from minillm import Engine, EngineConfig, SamplingParams
-from minillm.perf.work import visible_pairs
 from minillm.perf.meter import GAUGES, Needles
-from minillm.perf.work import Work
+from minillm.perf.work import Work, visible_pairs
 
 from ..strategies import (
     GROUPS,

@@ -101,7 +101,7 @@ class EngineMachine(RuleBasedStateMachine):
                 ([True], {}, None, "True"),
                 ([2.0], {}, None, "2.0"),
                 ([2] * MAX_MODEL_LEN, {}, None, f"{MAX_MODEL_LEN}"),
-                ([2], {"n": 2}, None, "n=2"),
+                ([2], {"n": 2, "max_tokens": 1}, None, "n=2"),
                 ([2], {"stop_token_ids": [VOCAB]}, None, f"{VOCAB}"),
                 ([2], {"max_tokens": 1}, "", "request_id"),
             ]
@@ -149,7 +149,17 @@ class EngineMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.sent)
     @rule(data=st.data())
     def abort(self, data):
-        name = data.draw(st.sampled_from(sorted(self.sent)))
+        self.abort_one(data.draw(st.sampled_from(sorted(self.sent))))
+
+    @precondition(lambda self: self.sent and self.in_the_middle_of_their_prompts())
+    @rule(data=st.data())
+    def abort_mid_chunk(self, data):
+        self.abort_one(data.draw(st.sampled_from(self.in_the_middle_of_their_prompts())))
+
+    def in_the_middle_of_their_prompts(self):
+        return [r.request_id for r in self.engine.scheduler.running if r.blocks and not r.num_output_tokens]
+
+    def abort_one(self, name):
         out = self.engine.abort(name)
         sent = self.sent.pop(name)
         assert out.request_id == name and sent.text + out.delta == out.text
