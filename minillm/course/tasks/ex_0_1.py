@@ -108,7 +108,7 @@ def rows_shape(f: Callable[..., Any]) -> None:
 
 
 def rows_exact(f: Callable[..., Any]) -> None:
-    # per row 2·2·4 = 16 FLOP at 16/s: r seconds. Bytes 2·(8 + 6r) at 16/s: 1 + 0.75 r seconds. Equal at r = 4, compute-bound from 5
+    # 2·2·4 = 16 FLOP a row at 16/s: r seconds. 2·(8 + 6r) bytes at 16/s: 1 + 0.75 r seconds. Equal at r = 4
     expect_equal(f(2, 4, 2, 16.0, 16.0), 5, what="rows_to_ridge(2, 4, 2, 16.0, 16.0)")
 
 
