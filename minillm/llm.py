@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any, Iterable, Iterator, Mapping, Sequence, Union
 
 from minillm.config import DTYPES, EngineConfig
-from minillm.engine.engine import Engine, TokenizerLike
+from minillm.engine.admission import TokenizerLike
+from minillm.engine.engine import Engine
 from minillm.engine.request import RequestOutput
 from minillm.model.loader import load_checkpoint
 from minillm.model.transformer import Transformer
@@ -152,7 +153,7 @@ class LLM:
             raise ValueError(f"{len(prompts)} prompts with {len(each)} sampling params; give one for all or one for each")
         pairs = [(self._encode(prompt), p) for prompt, p in zip(prompts, each, strict=True)]
         for ids, p in pairs:
-            self.engine.check(ids, p)
+            self.engine.admission.check(ids, p)
         return pairs
 
     def _encode(self, prompt: Prompt) -> list[int]:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import itertools
 import logging
-import operator
 from dataclasses import dataclass, replace
-from typing import Iterable, Protocol, Sequence
+from typing import Sequence
 
 import numpy as np
 
@@ -17,6 +16,7 @@ from minillm.cache.manager import CacheManager
 from minillm.cache.prefix import NoPrefixCache
 from minillm.cache.sizing import pool_size
 from minillm.config import EngineConfig
+from minillm.engine.admission import Admission, TokenizerLike
 from minillm.engine.compiled import CompiledDecode, CompileUnavailable
 from minillm.engine.detokenizer import Detokenizer
 from minillm.engine.request import Request, RequestOutput, Status
@@ -29,13 +29,6 @@ from minillm.sampling_params import MAX_SEED, SamplingParams
 
 log = logging.getLogger("minillm")
 SCHEDULERS = {"continuous": Scheduler, "static": StaticScheduler}
-
-
-class TokenizerLike(Protocol):
-    eos_token_ids: Sequence[int]
-
-    def encode(self, text: str) -> list[int]: ...
-    def decode(self, ids: Sequence[int]) -> str: ...
 
 
 @dataclass(frozen=True)
@@ -70,6 +63,8 @@ class Engine:
         self.store = self._make_store((num_blocks + 1) * block_size, shared=not keep_kv)
         self.cache = CacheManager(BlockPool(num_blocks), prefix, block_size)
         self.scheduler = SCHEDULERS[options.batching](self.cache, options.max_num_seqs, options.max_num_batched_tokens, keep_kv)
+        recompute_limit = None if keep_kv else options.max_num_batched_tokens
+        self.admission = Admission(tokenizer, config.vocab_size, self.max_model_len, self.cache.capacity, recompute_limit)
         compiled = self._compile(backend) if options.compile else None
         self.runner = ModelRunner(model, self.store, backend, block_size, compiled)
         self.meter = Meter(self.weight_bytes, num_blocks * block_size * self.store.bytes_per_token)
@@ -132,7 +127,7 @@ class Engine:
         """Queue one request and return its id. A prompt or id that cannot be served is a ValueError that changes nothing."""
         params = SamplingParams() if params is None else params
         ids = self.encode(prompt)
-        self.check(ids, params)
+        self.admission.check(ids, params)
         if params.n != 1:
             raise ValueError(f"a request is one sample, got n={params.n}; LLM.generate turns n samples into n requests")
         if request_id is None:
@@ -152,49 +147,8 @@ class Engine:
         return request_id
 
     def encode(self, prompt: str | Sequence[int]) -> list[int]:
-        """Token ids of a prompt. ValueError for an empty one, for text without a tokenizer, for ids outside the vocabulary."""
-        if isinstance(prompt, str):
-            if not prompt:
-                raise ValueError("prompt is an empty string; it needs at least one token")
-            if self.tokenizer is None:
-                raise ValueError(f"this model has no tokenizer; give token ids instead of {prompt[:40]!r}")
-            ids = list(self.tokenizer.encode(prompt))
-        elif isinstance(prompt, bytes) or not isinstance(prompt, Iterable):
-            raise ValueError(f"a prompt is a string or a sequence of token ids, got {prompt!r:.60}")
-        else:
-            ids = [_token_id(t) for t in prompt]
-        bad = next((t for t in ids if not 0 <= t < self.model.config.vocab_size), None)
-        if bad is not None:
-            raise ValueError(f"token id {bad} is outside the vocabulary of {self.model.config.vocab_size}")
-        return ids
-
-    def check(self, ids: Sequence[int], params: SamplingParams) -> None:
-        """Raise ValueError if a request could never be served, naming the value and the limit."""
-        if not isinstance(params, SamplingParams):
-            raise ValueError(f"params must be SamplingParams, got {type(params).__name__}")
-        if not ids:
-            raise ValueError("prompt has no tokens; it needs at least one")
-        if len(ids) >= self.max_model_len:
-            raise ValueError(
-                f"prompt has {len(ids)} tokens; with room for one more the limit is max_model_len - 1 = {self.max_model_len - 1}"
-            )
-        outside = [t for t in params.stop_token_ids if t >= self.model.config.vocab_size]
-        if outside:
-            raise ValueError(f"stop_token_ids {outside} are outside the vocabulary of {self.model.config.vocab_size}")
-        if params.stop_strings and self.tokenizer is None:
-            raise ValueError(f"stop strings {params.stop_strings} need a tokenizer; this model has none")
-        # the last token is sampled, never computed: it needs no slot
-        most = min(len(ids) + params.max_tokens, self.max_model_len) - 1
-        if most > self.cache.capacity:
-            raise ValueError(
-                f"prompt of {len(ids)} tokens with max_tokens={params.max_tokens} needs {most} KV slots, "
-                f"the whole pool has {self.cache.capacity}"
-            )
-        if not self.scheduler.keep_kv and most > self.scheduler.budget:
-            raise ValueError(
-                f"with kv_cache='none' a step recomputes up to {most} tokens at once, "
-                f"max_num_batched_tokens is {self.scheduler.budget}"
-            )
+        """Token ids of a prompt; see Admission.encode."""
+        return self.admission.encode(prompt)
 
     def step(self) -> list[RequestOutput]:
         """One pass of the model over the scheduled tokens. Returns an output for every request that got a token or ended."""
@@ -284,12 +238,3 @@ class Engine:
         allocated = self.cache.pool.num_referenced * self.cache.block_size
         live = sum(r.num_computed_tokens for r in self.scheduler.running) + computing
         return allocated * self.store.bytes_per_token, live * self.store.bytes_per_token
-
-
-def _token_id(value: object) -> int:
-    try:
-        if isinstance(value, bool):
-            raise TypeError
-        return operator.index(value)  # type: ignore[arg-type]
-    except TypeError:
-        raise ValueError(f"a token id is a whole number, got {value!r:.60}") from None
