@@ -49,7 +49,8 @@ ENGINES = (
     Engine("transformers-bf16", "transformers", "transformers_worker.py", _ALL, "folder", {"dtype": "bfloat16"}, _MIXES, 2),
     Engine("vllm", "vllm", "vllm_worker.py", _ALL, "folder", {"dtype": "bfloat16", "eager": False}, weight_bytes=2),
     Engine("vllm-eager", "vllm", "vllm_worker.py", _ALL, "folder", {"dtype": "bfloat16", "eager": True}, weight_bytes=2),
-    Engine("llama.cpp", "llama.cpp", "llamacpp_worker.py", _ALL, "gguf"),
+    Engine("llama.cpp", "llama.cpp", "llamacpp_worker.py", _ALL, "gguf", {"unified": False}),
+    Engine("llama.cpp-unified", "llama.cpp", "llamacpp_worker.py", _ALL, "gguf", {"unified": True}),
 )
 REFERENCE = Engine("minillm-fp32", OWN, "minillm_worker.py", frozenset(), options={"dtype": "float32"})
 """Whose greedy tokens the others are checked against; it is not timed."""

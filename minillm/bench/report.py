@@ -67,8 +67,8 @@ def _series(measure: Measure, engine: Engine, samples: Sequence[Sample], results
 
 
 def judge(bar: Bar, engines: Sequence[Engine], measures: Sequence[Measure], results: Results) -> dict[str, Any] | None:
-    """The bar with what was reached; None if its measure was not asked for. met is None where there is nothing to judge."""
-    if bar.measure not in {m.name for m in measures}:
+    """The bar with what was reached; None if nobody asked for its measure or engine. met is None where nothing can be judged."""
+    if bar.measure not in {m.name for m in measures} or bar.engine not in {e.name for e in engines}:
         return None
     verdict: dict[str, Any] = {**dataclasses.asdict(bar), "against": None, "ratio": None, "met": None}
     samples = results.samples.get(bar.measure, {})

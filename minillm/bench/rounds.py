@@ -109,12 +109,14 @@ class Bench:
         for measure in measures:
             self._round(measure.quick(), 0, keep=False)
 
-    def run(self, measures: Sequence[Measure], rounds: int) -> None:
+    def run(self, measures: Sequence[Measure], rounds: int, after: Callable[[], object] = lambda: None) -> None:
+        """after: called when a round is done, to keep what there is."""
         for r in range(rounds):
             self.results.busy.append(psutil.cpu_percent(interval=1.0) / 100)  # every engine is idle now: this is somebody else
             for measure in measures:
                 self.say(f"round {r + 1} of {rounds}: {measure.title}")
                 self._round(measure, r, keep=True)
+            after()
 
     def profile(self, measures: Sequence[Measure], steps: int) -> None:
         for measure in measures:

@@ -36,7 +36,7 @@ def add_bench_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rounds", type=int, default=5, help="turns of every engine (default 5)")
     parser.add_argument("--threads", type=int, help="threads of every engine (default: all cores)")
     parser.add_argument("--model", default="smollm2-135m", help="smollm2-135m (default), a .gguf file or a model folder")
-    parser.add_argument("--timeout", type=float, default=900.0, help="seconds an engine may take for one answer (default 900)")
+    parser.add_argument("--timeout", type=float, default=1200.0, help="seconds an engine may take for one answer (default 1200)")
     parser.add_argument("--quick", action="store_true", help="one round of a few tokens: does every engine run?")
     parser.add_argument("--json", type=Path, metavar="PATH", help="also write everything, raw samples included, to a file")
     parser.add_argument("--show", type=Path, metavar="PATH", help="print a report written by --json, and measure nothing")
@@ -63,24 +63,28 @@ def run_bench(args: argparse.Namespace) -> int:
         task = start_task(engine, args.model, threads)
         return Worker(command(engine), environment(engine, threads)), task
 
+    settings = {"threads": threads, "rounds": rounds, "quick": args.quick, "model": args.model, "timeout": args.timeout}
+    known = [*engines, *(e for e in ENGINES if e.name in missing)]
+
+    def report() -> dict[str, Any]:
+        made = make_report(bench.results, known, measures, config, settings)
+        if args.json is not None:
+            args.json.write_text(json.dumps(made, indent=1) + "\n", encoding="utf-8")
+        return made
+
     bench = Bench(engines, launch, config.vocab_size, args.timeout, say=lambda line: print(line, file=sys.stderr, flush=True))
+    bench.results.missing.update(missing)
     try:
         bench.start()
         bench.measure_machine(refresh=not args.quick)
         bench.check(REFERENCE, 8 if args.quick else CHECKED_TOKENS)
         if not args.quick:
             bench.warm_up(measures)
-        bench.run(measures, rounds)
+        bench.run(measures, rounds, after=report)
         bench.profile([m for m in measures if m.kind in ("decode", "prefill")], 2 if args.quick else PROFILED_STEPS)
     finally:
         bench.close()
-    bench.results.missing.update(missing)
-    settings = {"threads": threads, "rounds": rounds, "quick": args.quick, "model": args.model, "timeout": args.timeout}
-    known = [*engines, *(e for e in ENGINES if e.name in missing)]
-    report = make_report(bench.results, known, measures, config, settings)
-    if args.json is not None:
-        args.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
-    show(report, console)
+    show(report(), console)
     return 0
 
 

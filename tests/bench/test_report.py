@@ -126,8 +126,8 @@ def test_the_report_holds_raw_samples_medians_machine_versions_and_bars(report):
     series = read["measures"]["decode8"]["series"]
     assert [s["value"] for s in series["minillm"]["samples"]] == [20.0, 22.0] and series["minillm"]["median"] == 21.0
     assert series["transformers-bf16"]["of_floor"] > 0
-    assert [(b["measure"], b["peer"]) for b in read["bars"]] == [("decode8", "transformers"), ("overhead", None)]
-    assert read["bars"][0]["ratio"] == pytest.approx(2.1)
+    judged = {(b["measure"], b["peer"]): b["ratio"] for b in read["bars"] if b["met"] is not None}
+    assert judged == {("decode8", "transformers"): pytest.approx(2.1), ("overhead", None): None}
 
 
 def test_an_engine_that_is_missing_is_not_available_for_a_reason(report):

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from protocol import Handler, Prompts, serve, timed, versions  # type: ignore[import-not-found]  # run as a script: its folder is the path
 
-MAX_ROWS, MAX_TOKENS = 32, 16_384
+MAX_ROWS, MAX_LENGTH = 32, 1024
 
 
 def start(task: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Handler]]:
@@ -20,10 +20,9 @@ def start(task: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Handler]]:
     if not model:
         raise RuntimeError(f"llama.cpp cannot load {task['gguf']}")
     params = ll.llama_context_default_params()
-    params.n_ctx, params.n_seq_max, params.kv_unified = MAX_TOKENS, MAX_ROWS, True
+    params.n_ctx, params.n_seq_max, params.kv_unified = MAX_ROWS * MAX_LENGTH, MAX_ROWS, task["options"]["unified"]
     params.n_batch = params.n_ubatch = 512
     params.n_threads = params.n_threads_batch = task["threads"]
-    params.flash_attn_type = task["options"]["flash_attention"]
     context = ll.llama_init_from_model(model, params)
     if not context:
         raise RuntimeError("llama.cpp cannot make a context")
@@ -61,7 +60,8 @@ def start(task: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Handler]]:
     text = ctypes.create_string_buffer(256)
     ll.llama_model_desc(model, text, len(text))
     facts = {
-        "versions": versions("llama_cpp_python", "numpy"), "dtype": "as the file stores it", "engine": text.value.decode(),
+        "versions": versions("llama_cpp_python", "numpy"), "dtype": "as the file stores it",
+        "engine": f"{text.value.decode()}, {'one cache for all rows' if task['options']['unified'] else 'a cache for each row'}",
         "system": ll.llama_print_system_info().decode(), "weight_bytes": ll.llama_model_size(model),
     }  # fmt: skip
     return facts, timed(generate)
