@@ -79,17 +79,19 @@ class EngineMachine(RuleBasedStateMachine):
 
     # --- what a caller can do ---
 
-    @rule(prompt=some_prompts, params=some_params)
-    def add(self, prompt, params):
-        mine = list(prompt)
-        needed = slots_needed(prompt, params, MAX_MODEL_LEN)
-        budget = self.engine.options.max_num_batched_tokens
-        if needed > self.engine.cache.capacity or (self.engine.options.kv_cache == "none" and needed > budget):
-            self.refuse(prompt, params, None, str(needed))
-            return
-        name = self.engine.add_request(mine, params)
-        assert name not in self.sent and mine == prompt
-        self.sent[name] = Sent(prompt, params, self.model)
+    @precondition(lambda self: len(self.sent) < 8)
+    @rule(work=st.lists(st.tuples(some_prompts, some_params), min_size=1, max_size=4))
+    def add(self, work):
+        for prompt, params in work:
+            mine = list(prompt)
+            needed = slots_needed(prompt, params, MAX_MODEL_LEN)
+            budget = self.engine.options.max_num_batched_tokens
+            if needed > self.engine.cache.capacity or (self.engine.options.kv_cache == "none" and needed > budget):
+                self.refuse(prompt, params, None, str(needed))
+                continue
+            name = self.engine.add_request(mine, params)
+            assert name not in self.sent and mine == prompt
+            self.sent[name] = Sent(prompt, params, self.model)
 
     @rule(
         case=st.sampled_from(
@@ -123,7 +125,11 @@ class EngineMachine(RuleBasedStateMachine):
             self.engine.add_request(prompt, params, name)
         assert self.state() == before
 
-    @rule()
+    @rule(times=st.integers(1, 5))
+    def steps(self, times):
+        for _ in range(times):
+            self.step()
+
     def step(self):
         self.backend.batches.clear()
         busy = self.engine.scheduler.has_work
@@ -217,7 +223,7 @@ class EngineMachine(RuleBasedStateMachine):
     def teardown(self):
         if not hasattr(self, "engine"):
             return
-        for _ in range(500):
+        for _ in range(3000):
             if not self.engine.has_work:
                 break
             self.step()
@@ -227,4 +233,4 @@ class EngineMachine(RuleBasedStateMachine):
 
 
 TestEngineMachine = EngineMachine.TestCase
-TestEngineMachine.settings = settings(max_examples=40, stateful_step_count=30)
+TestEngineMachine.settings = settings(max_examples=80, stateful_step_count=25)
