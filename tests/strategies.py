@@ -36,7 +36,11 @@ def one_thread() -> Iterator[None]:
 
 def tiny_config(group: int = 3, window: int | None = None, **changes: Any) -> ModelConfig:
     """Each group size also has its own variant of a layer, so that all of them are met."""
-    variants: dict[int, dict[str, Any]] = {1: {"tie_embeddings": True}, 2: {"qkv_bias": True}, 3: {"qk_norm": True}}
+    variants: dict[int, dict[str, Any]] = {
+        1: {"tie_embeddings": True},
+        2: {"qkv_bias": True, "attention_out_bias": True, "mlp_bias": True},
+        3: {"qk_norm": True},
+    }
     shape: dict[str, Any] = dict(
         vocab_size=VOCAB, hidden_size=16, intermediate_size=20, num_layers=2, num_heads=2 * group, num_kv_heads=2, head_dim=4,
         max_position=MAX_LEN, sliding_window=window, eos_token_ids=EOS, name="tiny",
