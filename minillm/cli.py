@@ -9,6 +9,7 @@ import sys
 from typing import Any, Sequence
 
 DESCRIPTION = "A small, real LLM inference engine, and the course that builds it up."
+DOCTOR = "Check versions, model, GPU, compiler and speed of this machine; exit code 1 if something must be mended."
 PLAN = "Derive memory, KV cache, latency floors and concurrency of a model on a card."
 BENCH = "Measure the engine against transformers, vLLM and llama.cpp, interleaved in one run."
 EPILOG = "Start with `minillm doctor`, then `minillm generate 'The capital of France is'`. Every command has its own --help."
@@ -41,11 +42,13 @@ def build_parser(chosen: str | None = None) -> argparse.ArgumentParser:
     demo = commands.add_parser(
         "demo", help="one answer, its needles and its roofline", description="One answer explained by its counts."
     )
-    demo.add_argument("question", nargs="?", default="Why is the sky blue? Answer in two sentences.")
+    demo.add_argument(
+        "question", nargs="?", default="Why is the sky blue? Answer in two sentences.", help="what to ask (default: %(default)s)"
+    )
     _add_model_arguments(demo)
     demo.set_defaults(run=run_demo)
 
-    doctor = commands.add_parser("doctor", help="what works on this machine, and what to do about the rest")
+    doctor = commands.add_parser("doctor", help="what works on this machine, and what to do about the rest", description=DOCTOR)
     doctor.set_defaults(run=run_doctor)
 
     # these two declare their arguments where they use them, and import torch: only when they are asked for
@@ -93,7 +96,7 @@ def _add_sampling_arguments(parser: argparse.ArgumentParser, max_tokens: int = 1
 def _load(args: argparse.Namespace) -> Any:
     from minillm.llm import LLM
 
-    return LLM(
+    llm = LLM(
         args.model,
         dtype=args.dtype,
         device=args.device,
@@ -101,6 +104,16 @@ def _load(args: argparse.Namespace) -> Any:
         kv_cache=args.kv_cache,
         compile=args.compile,
     )
+    if llm.tokenizer is None:
+        raise ValueError(f"{args.model} comes without a tokenizer: from Python it serves token ids, here it cannot read text")
+    return llm
+
+
+def _load_to_chat(args: argparse.Namespace) -> Any:
+    llm = _load(args)
+    if llm.tokenizer.chat_template is None:
+        raise ValueError(f"{args.model} has no chat template: it was not trained to chat; use minillm generate")
+    return llm
 
 
 def _params(args: argparse.Namespace) -> Any:
@@ -118,7 +131,8 @@ def _params(args: argparse.Namespace) -> Any:
 
 def run_generate(args: argparse.Namespace) -> int:
     params = _params(args)
-    prompt: Any = sys.stdin.read() if args.prompt == "-" else args.prompt
+    # the newline that ends a file or an echo is not part of the text to continue
+    prompt = sys.stdin.read().removesuffix("\n") if args.prompt == "-" else args.prompt
     llm = _load(args)
     _print_stream(llm, [{"role": "user", "content": prompt}] if args.chat else prompt, params)
     if args.meter:
@@ -128,7 +142,7 @@ def run_generate(args: argparse.Namespace) -> int:
 
 def run_chat(args: argparse.Namespace) -> int:
     params = _params(args)
-    llm = _load(args)
+    llm = _load_to_chat(args)
     messages = [{"role": "system", "content": args.system}] if args.system else []
     print(f"{llm.model.config.name}. An empty line ends.", file=sys.stderr)
     while line := _ask():
@@ -152,10 +166,9 @@ def _ask() -> str:
 
 
 def _print_stream(llm: Any, prompt: Any, params: Any) -> str:
-    """Print the answer as it grows. A model without a tokenizer prints token ids."""
+    """Print the answer as it grows, and return it."""
     pieces = []
-    for delta in llm.stream(prompt, params):
-        piece = delta if isinstance(delta, str) else f"{delta} "
+    for piece in llm.stream(prompt, params):
         pieces.append(piece)
         print(piece, end="", flush=True)
     print()
@@ -165,7 +178,7 @@ def _print_stream(llm: Any, prompt: Any, params: Any) -> str:
 def run_demo(args: argparse.Namespace) -> int:
     from minillm.course.demo import demo
 
-    demo(_load(args), args.question)
+    demo(_load_to_chat(args), args.question)
     return 0
 
 
@@ -176,22 +189,31 @@ def run_doctor(args: argparse.Namespace) -> int:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    words = sys.argv[1:] if argv is None else list(argv)
-    args = build_parser(next((w for w in words if not w.startswith("-")), None)).parse_args(words)
-    logging.basicConfig(format="minillm: %(message)s", stream=sys.stderr)
-    logging.getLogger("minillm").setLevel(logging.INFO if args.verbose else logging.WARNING)
     try:
-        return args.run(args)
+        return _run(sys.argv[1:] if argv is None else list(argv))
     except KeyboardInterrupt:
         print(file=sys.stderr)
         return 130
     except BrokenPipeError:  # the reader of our output left, as `| head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
-    except (ValueError, OSError, RuntimeError) as error:
+
+
+def _run(words: list[str]) -> int:
+    args = build_parser(next((w for w in words if not w.startswith("-")), None)).parse_args(words)
+    logging.basicConfig(format="minillm: %(message)s", stream=sys.stderr)
+    logging.getLogger("minillm").setLevel(logging.INFO if args.verbose else logging.WARNING)
+    try:
+        code: int = args.run(args)
+        sys.stdout.flush()  # a reader that left is noticed here, not when Python exits
+        return code
+    except BrokenPipeError:
+        raise
+    except (ValueError, OSError, RuntimeError, ImportError) as error:
         if args.verbose:
             raise
-        print(f"minillm: {error}", file=sys.stderr)
+        hint = "; `minillm doctor` says what to do" if isinstance(error, ImportError) else ""
+        print(f"minillm: {error}{hint}", file=sys.stderr)
         return 2
 
 
