@@ -1,0 +1,370 @@
+"""compile=True: the same answers as the eager engine, from a package that is built once and kept."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import os
+import shutil
+import subprocess
+import sys
+import threading
+import time
+import zipfile
+from pathlib import Path
+from typing import Any, Callable, Iterator, Sequence
+
+import pytest
+import torch
+
+from minillm import LLM, ModelConfig, SamplingParams, Transformer
+from minillm.attention.torch_backend import TorchAttention
+from minillm.cache.kv_store import PlainKVStore
+from minillm.engine import compiled as module
+from minillm.engine.batch import ForwardBatch, Row
+from minillm.engine.compiled import KEPT_PACKAGES, CompiledDecode, CompileUnavailable, find_or_build, fingerprint
+
+CONFIG = ModelConfig(
+    vocab_size=31, hidden_size=16, intermediate_size=20, num_layers=2, num_heads=6, num_kv_heads=2, head_dim=4, max_position=64,
+    sliding_window=9, qk_norm=True, family="qwen3", name="org/tiny",
+)  # fmt: skip
+COMPILER = shutil.which(os.environ.get("CXX", "g++")) or shutil.which("clang++")
+GREEDY = SamplingParams(max_tokens=20, ignore_eos=True)
+PROMPTS = [[7], [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12], [3, 3], [4, 9, 2, 0, 1], [30]]
+
+
+def tiny(dtype: torch.dtype = torch.float64, seed: int = 0, **changes: Any) -> Transformer:
+    return Transformer.random(dataclasses.replace(CONFIG, **changes), seed=seed, dtype=dtype)
+
+
+def store_of(model: Transformer) -> PlainKVStore:
+    return PlainKVStore.allocate(model.config, 4 * 40, model.dtype)
+
+
+def tokens(llm: LLM, prompts: Sequence[Sequence[int]]) -> list[tuple[int, ...]]:
+    return [o.token_ids for o in llm.generate(prompts, GREEDY)]
+
+
+# --- what is computed: these tests compile, which takes a while ---
+
+
+@dataclasses.dataclass
+class Compiled:
+    """A model whose step has been compiled into a cache folder, and what was logged meanwhile."""
+
+    model: Transformer
+    eager: LLM
+    llm: LLM
+    said: list[str]
+
+    def same_tokens(self, prompts: Sequence[Sequence[int]], llm: LLM | None = None) -> None:
+        """Both engines say the same, and the compiled step is what computed it."""
+        llm = llm or self.llm
+        step, calls = llm.engine.runner.compiled, []
+        assert step is not None
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(step, "run", lambda batch, run=step.run: calls.append(batch.num_rows) or run(batch))
+            got = tokens(llm, prompts)
+        assert got == tokens(self.eager, prompts)
+        assert len(calls) >= GREEDY.max_tokens - 1 and max(calls) >= len(prompts)
+
+
+@pytest.fixture(scope="module", params=[torch.float64, torch.float32], ids=["float64", "float32"])
+def compiled(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Compiled]:
+    if COMPILER is None:
+        pytest.skip("compile=True needs a C++ compiler: g++ or clang++")
+    model, said = tiny(request.param), list[str]()
+    listener = logging.Handler()
+    listener.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("minillm").addHandler(listener)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("MINILLM_CACHE", str(tmp_path_factory.mktemp("cache")))
+        llm = LLM(model, num_blocks=80, block_size=4, compile=True)
+        yield Compiled(model, LLM(model, num_blocks=80, block_size=4), llm, said)
+    logging.getLogger("minillm").removeHandler(listener)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rows", [1, 2, 3, 4, 5])
+def test_greedy_tokens_are_the_eager_ones_for_any_number_of_rows(compiled: Compiled, rows: int) -> None:
+    compiled.same_tokens(PROMPTS[:rows])
+    compiled.same_tokens(PROMPTS[-1:] * rows)
+
+
+@pytest.mark.slow
+def test_a_second_engine_finds_the_package_and_mixes_decoding_with_prompts_in_chunks(compiled: Compiled) -> None:
+    assert sum("compiling the decode step" in line for line in compiled.said) == 1 and "compiled in" in compiled.said[-1]
+    before = len(compiled.said)
+    second = LLM(compiled.model, num_blocks=80, block_size=4, compile=True, max_num_batched_tokens=6, max_num_seqs=3)
+    assert not any("compil" in line for line in compiled.said[before:])
+    step, sizes = second.engine.runner.compiled, list[int]()
+    assert step is not None
+    run = step.run
+    step.run = lambda batch: sizes.append(batch.num_rows) or run(batch)  # type: ignore[method-assign]
+    assert tokens(second, PROMPTS) == tokens(compiled.eager, PROMPTS)
+    assert {1, 2, 3} >= set(sizes) and second.meter.snapshot().steps > len(sizes) > 20  # the other steps had prompts in them
+
+
+@pytest.mark.slow
+def test_a_padded_static_batch_may_be_compiled_too(compiled: Compiled) -> None:
+    static = LLM(compiled.model, num_blocks=80, block_size=4, compile=True, batching="static")
+    params = [dataclasses.replace(GREEDY, max_tokens=n) for n in (3, 20, 9)]  # rows that end early are padded on
+    outputs = [[o.token_ids for o in llm.generate(PROMPTS[:3], params)] for llm in (static, compiled.eager)]
+    assert outputs[0] == outputs[1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kv_lens", [(1,), (1, 1), (2, 30), (9, 10, 11), (64, 1, 17, 4, 33, 8, 2)])
+def test_logits_are_the_eager_ones(compiled: Compiled, kv_lens: tuple[int, ...]) -> None:
+    model, step = compiled.model, compiled.llm.engine.runner.compiled
+    assert step is not None
+    tolerance = 1e-12 if model.dtype == torch.float64 else 1e-5
+    blocks = iter(torch.randperm(80, generator=torch.Generator().manual_seed(1)).add(1).tolist())
+    rows = [Row([n % 31], n - 1, [next(blocks) for _ in range(-(-n // 4))]) for n in kv_lens]
+    batch = ForwardBatch.build(rows, 4, num_padding=2)
+    for kv in step.store.layers:
+        kv.normal_(generator=torch.Generator().manual_seed(2))
+    kept = [kv.clone() for kv in step.store.layers]
+    backend = TorchAttention(model.config.sliding_window)
+    with torch.inference_mode():
+        expected = model(batch, PlainKVStore(kept), backend, backend.plan(batch, model.dtype))
+        logits, _ = step.run(batch)
+    torch.testing.assert_close(logits, expected, rtol=tolerance, atol=tolerance)
+    for ours, theirs in zip(step.store.layers, kept, strict=True):  # and the step wrote the same keys and values
+        torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=tolerance)
+
+
+# --- what is kept: the compiler is a stand-in ---
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("MINILLM_CACHE", str(tmp_path))
+    return tmp_path / "compiled"
+
+
+def pretend(model: Transformer, store: PlainKVStore, window: int | None, target: Path) -> Path:
+    with zipfile.ZipFile(target, "w") as archive:
+        archive.writestr("step.so", b"code " * 1000)
+    return target
+
+
+@pytest.fixture
+def built(folder: Path, monkeypatch: pytest.MonkeyPatch) -> list[Path]:
+    """Each build that was asked for."""
+    targets: list[Path] = []
+    monkeypatch.setattr(module, "_build", lambda *args: targets.append(args[-1]) or pretend(*args))
+    monkeypatch.setenv("CXX", sys.executable)  # any command that exists
+    return targets
+
+
+def find(model: Transformer) -> Path:
+    return find_or_build(model, store_of(model), model.config.sliding_window)
+
+
+def test_a_package_is_built_once_and_nothing_else_is_left(built: list[Path], folder: Path) -> None:
+    model = tiny()
+    package = find(model)
+    assert find(model) == find(tiny()) == package and len(built) == 1
+    assert {p.name for p in folder.iterdir()} == {package.name, f"{package.name}.lock"}
+    assert package.name.startswith("org_tiny-")
+
+
+def test_the_folder_and_the_wait_are_announced(built: list[Path], folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    find(tiny())
+    assert "compiling the decode step of org/tiny: a minute or two, once" in caplog.text and str(folder) in caplog.text
+
+
+def truncate(package: Path) -> None:
+    os.truncate(package, package.stat().st_size // 2)
+
+
+def empty(package: Path) -> None:
+    package.write_bytes(b"")
+
+
+def flip_a_bit(package: Path) -> None:
+    content = bytearray(package.read_bytes())
+    content[2000] ^= 1
+    package.write_bytes(content)
+
+
+@pytest.mark.parametrize("damage", [truncate, empty, flip_a_bit])
+def test_a_damaged_package_is_built_again(built: list[Path], folder: Path, damage: Callable[[Path], None]) -> None:
+    package = find(tiny())
+    sound = package.read_bytes()
+    damage(package)
+    assert find(tiny()) == package and len(built) == 2 and package.read_bytes() == sound
+
+
+def test_packages_used_last_are_kept_and_the_rest_removed(built: list[Path], folder: Path) -> None:
+    packages = []
+    for seed in range(KEPT_PACKAGES):
+        packages.append(find(tiny(seed=seed)))
+        os.utime(packages[-1], (1000 + seed,) * 2)
+    find(tiny(seed=0))  # used again: the oldest is now seed 1
+    packages.append(find(tiny(seed=99)))
+    assert set(folder.glob("*.pt2")) == {*packages} - {packages[1]} and len(built) == KEPT_PACKAGES + 1
+
+
+def test_an_interrupted_build_leaves_nothing_and_the_next_one_works(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(model: Transformer, store: PlainKVStore, window: int | None, target: Path) -> Path:
+        target.write_bytes(b"half")
+        raise KeyboardInterrupt
+
+    monkeypatch.setenv("CXX", sys.executable)
+    monkeypatch.setattr(module, "_build", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        find(tiny())
+    assert [p.suffix for p in folder.iterdir()] == [".lock"]
+    monkeypatch.setattr(module, "_build", pretend)
+    assert find(tiny()).is_file()
+
+
+KILLED = """
+import os, signal, sys
+sys.path.insert(0, sys.argv[1])
+import test_compiled as t
+
+def killed(model, store, window, target):
+    target.write_bytes(b"half")
+    os.kill(os.getpid(), signal.SIGKILL)
+
+t.module._build = killed
+t.torch.set_num_threads(1)
+t.find(t.tiny())
+"""
+
+
+@pytest.mark.slow
+def test_a_process_killed_while_building_does_not_harm_the_next(built: list[Path], folder: Path) -> None:
+    done = subprocess.run([sys.executable, "-c", KILLED, str(Path(__file__).parent)], capture_output=True, text=True)
+    assert done.returncode == -9, done.stderr
+    (scratch,) = folder.glob("tmp*")
+    package = find(tiny())
+    assert zipfile.ZipFile(package).testzip() is None and len(built) == 1
+    assert scratch.exists()  # it might belong to somebody who is still building
+    os.utime(scratch, (time.time() - 2 * 86_400,) * 2)
+    find(tiny(seed=1))
+    assert not scratch.exists() and package.exists()
+
+
+def test_two_who_start_at_once_build_once(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls, models = [], [tiny(), tiny()]
+
+    def slowly(*args: Any) -> Path:
+        calls.append(args)
+        time.sleep(0.3)
+        return pretend(*args)
+
+    monkeypatch.setenv("CXX", sys.executable)
+    monkeypatch.setattr(module, "_build", slowly)
+    threads = [threading.Thread(target=find, args=[m]) for m in models]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join()
+    assert len(calls) == 1 and len(list(folder.glob("*.pt2"))) == 1
+
+
+def test_the_fingerprint_is_of_everything_that_the_code_depends_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    def mark(model: Transformer, window: int | None = 9) -> str:
+        return fingerprint(model, store_of(model), window)
+
+    marks = [
+        mark(tiny()), mark(tiny(seed=1)), mark(tiny(torch.float32)), mark(tiny(num_layers=1)), mark(tiny(norm_eps=1e-3)),
+        mark(tiny(), window=None), mark(tiny(tie_embeddings=True)), mark(tiny(qk_norm=False, qkv_bias=True)),
+    ]  # fmt: skip
+    one_weight = tiny()
+    one_weight.embedding[30, 15] += 1e-9
+    marks.append(mark(one_weight))
+    assert mark(tiny()) == marks[0]
+    threads = torch.get_num_threads()
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads + 1)
+    marks.append(mark(tiny()))
+    monkeypatch.setattr(torch, "__version__", "9.9.9")
+    marks.append(mark(tiny()))
+    for changed in (*module.SOURCES, module):
+        getsource = module.inspect.getsource
+        monkeypatch.setattr(module.inspect, "getsource", lambda m, f=getsource, c=changed: f(m) + "#" * (m is c))
+        marks.append(mark(tiny()))
+    assert len(set(marks)) == len(marks)
+
+
+# --- where it does not work ---
+
+
+def falls_back(caplog: pytest.LogCaptureFixture, reason: str) -> None:
+    """The engine says why, once, and answers all the same."""
+    model = tiny()
+    llm = LLM(model, num_blocks=80, block_size=4, compile=True)
+    assert llm.engine.runner.compiled is None
+    (line,) = [r.getMessage() for r in caplog.records if "ignored" in r.getMessage()]
+    assert line.startswith("compile=True is ignored: ") and reason in line and "\n" not in line
+    assert tokens(llm, PROMPTS) == tokens(LLM(model, num_blocks=80, block_size=4), PROMPTS)
+
+
+def test_without_a_compiler_the_engine_says_so_and_answers(folder: Path, monkeypatch: Any, caplog: Any) -> None:
+    monkeypatch.setattr(shutil, "which", lambda command: None)
+    falls_back(caplog, "no C++ compiler was found; install g++ or clang++")
+
+
+def test_a_compiler_that_fails_is_as_good_as_none(folder: Path, monkeypatch: Any, caplog: Any) -> None:
+    def fails(*args: Any) -> Path:
+        raise RuntimeError("omp.h: no such file\nand a page of compiler output")
+
+    monkeypatch.setenv("CXX", sys.executable)
+    monkeypatch.setattr(module, "_build", fails)
+    falls_back(caplog, "torch could not compile the step (RuntimeError: omp.h: no such file)")
+    assert not list(folder.glob("*.pt2")) and not list(folder.glob("tmp*"))
+
+
+def test_a_cache_folder_that_cannot_be_made_is_no_reason_to_stop(tmp_path: Path, monkeypatch: Any, caplog: Any) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("MINILLM_CACHE", str(tmp_path / "file"))
+    falls_back(caplog, "there is no place to keep it")
+
+
+def test_a_package_that_is_there_needs_no_compiler(built: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    package = find(tiny())
+    monkeypatch.setattr(shutil, "which", lambda command: None)
+    assert find(tiny()) == package
+    with pytest.raises(CompileUnavailable, match="no C"):
+        find(tiny(seed=1))
+
+
+def test_a_model_elsewhere_than_on_the_cpu_is_not_compiled(built: list[Path]) -> None:
+    model = tiny().to("meta")
+    model.device = torch.device("meta")
+    with pytest.raises(CompileUnavailable, match="is on meta"):
+        find_or_build(model, store_of(tiny()), None)
+    assert not built
+
+
+class OwnBackend(TorchAttention):
+    """A learner's."""
+
+
+class OwnStore(PlainKVStore):
+    """A learner's."""
+
+
+@pytest.mark.parametrize(
+    "options", [{"attention_backend": OwnBackend(9)}, {"kv_store": OwnStore.allocate}], ids=["backend", "store"]
+)
+def test_a_seam_of_ones_own_cannot_be_compiled(options: dict[str, Any], built: list[Path]) -> None:
+    with pytest.raises(ValueError, match="leave attention_backend='auto'"):
+        LLM(tiny(), num_blocks=80, block_size=4, compile=True, **options)
+    assert not built
+
+
+def test_only_batches_of_decoding_rows_that_want_their_logits_are_accepted() -> None:
+    step = CompiledDecode.__new__(CompiledDecode)
+    decoding, chunk = Row([1], 5, [1, 2]), Row([1], 5, [3, 4], wants_logits=False)
+    accepted = {
+        "decoding": [decoding, decoding], "one": [decoding], "a prompt of one token": [Row([1], 0, [1]), decoding],
+    }  # fmt: skip
+    refused = {"a prompt": [decoding, Row([1, 2], 0, [3])], "a chunk of one token": [decoding, chunk], "a chunk alone": [chunk]}
+    for rows, expected in [*((r, True) for r in accepted.values()), *((r, False) for r in refused.values())]:
+        for padding in (0, 2):
+            assert step.accepts(ForwardBatch.build(rows, 4, padding)) is expected
