@@ -30,7 +30,9 @@ def make_report(
         "measures": {m.name: _measure(m, engines, results, config) for m in measures},
         "bars": [judged for bar in BARS if (judged := judge(bar, engines, measures, results))],
         "profile": results.profile,
-        "agreement": {"new_tokens": results.checked_tokens, "leading_equal": results.agreement},
+        "agreement": {
+            "new_tokens": results.checked_tokens, "leading_equal": results.agreement, "refused": results.refused.get("check", {}),
+        },
     }  # fmt: skip
 
 

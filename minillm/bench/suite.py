@@ -23,6 +23,7 @@ from minillm.perf.units import check_positive, check_whole
 
 CHECKED_TOKENS = 32
 PROFILED_STEPS = 20
+PIPED_WIDTH = 120
 
 
 def add_bench_arguments(parser: argparse.ArgumentParser) -> None:
@@ -44,7 +45,7 @@ def add_bench_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run_bench(args: argparse.Namespace) -> int:
     """Measure, print the tables and write the JSON. ValueError for a mistake in the arguments, before anything starts."""
-    console = Console()
+    console = Console() if sys.stdout.isatty() else Console(width=PIPED_WIDTH)
     if args.show is not None:
         show(_read(args.show), console)
         return 0

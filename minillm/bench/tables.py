@@ -27,8 +27,9 @@ def show(report: Mapping[str, Any], console: Console) -> None:
     busy = max(report["busy_before_rounds"], default=0.0)
     if busy > BUSY:
         console.print(f"[yellow]others kept the processor {busy:.0%} busy: trust nothing below[/yellow]", highlight=False)
-    console.print(_engines(report), _rates(report), _bars(report))
-    for table in (_overhead(report), _profile(report)):
+    for name, measure in report["measures"].items():
+        console.print(f"  {name}: {measure['title']}", highlight=False)
+    for table in (_engines(report), _rates(report), _bars(report), _overhead(report), _profile(report)):
         if table.row_count:
             console.print(table)
 
@@ -39,17 +40,16 @@ def _engines(report: Mapping[str, Any]) -> Table:
     for name, engine in report["engines"].items():
         equal = agreement.get(name)
         versions = ", ".join(f"{k} {v}" for k, v in engine.get("versions", {}).items() if k not in ("numpy", "python"))
-        what = engine.get("engine", "") if engine["status"] == "available" else engine["status"]
+        what = engine.get("engine", "").split(";")[0] if engine["status"] == "available" else engine["status"]
         table.add_row(name, versions, what, "" if equal is None else f"{', '.join(map(str, equal))} of {of}")
     return table
 
 
 def _rates(report: Mapping[str, Any]) -> Table:
     table = _table("Rates", "measure", "engine", "median", "spread", "floor", "of the floor")
-    for measure in report["measures"].values():
+    for title, measure in report["measures"].items():
         if measure["kind"] == "overhead":
             continue
-        title = measure["title"]
         for name, s in measure["series"].items():
             share = s.get("of_floor")
             floor = ("", "") if share is None else (f"{s['median'] / share:,.0f} tok/s", f"{share:.0%}")
@@ -65,16 +65,17 @@ def _rates(report: Mapping[str, Any]) -> Table:
 def _bars(report: Mapping[str, Any]) -> Table:
     table = _table("Bars", "measure", "engine", "against", "ratio", "bar", "aim", "met")
     for bar in report["bars"]:
-        title = report["measures"][bar["measure"]]["title"]
+        name, engine = bar["measure"], bar["engine"]
         if bar["peer"] is None:
             most = f"at most {bar['at_most']:.0%}"
-            table.add_row(title, bar["engine"], "", _share(bar.get("value")), most, "", _met(bar["met"]))
+            table.add_row(name, engine, "", _share(bar.get("value")), most, "", _met(bar["met"]))
             continue
         ratio = "not measured"
         if bar["ratio"] is not None:
-            ratio = f"{bar['ratio']:.2f}x ({min(bar['ratios']):.2f} to {max(bar['ratios']):.2f})"
+            several = len(bar["ratios"]) > 1
+            ratio = f"{bar['ratio']:.2f}x" + several * f" ({min(bar['ratios']):.2f} to {max(bar['ratios']):.2f})"
         goal, aim = (f"{g:g}x" if g is not None else "" for g in (bar["at_least"], bar["aim"]))
-        table.add_row(title, bar["engine"], bar["against"] or bar["peer"], ratio, goal, aim, _met(bar["met"]))
+        table.add_row(name, engine, bar["against"] or bar["peer"], ratio, goal, aim, _met(bar["met"]))
     return table
 
 
@@ -96,12 +97,15 @@ def _profile(report: Mapping[str, Any]) -> Table:
     table = _table("Where an eager step of minillm goes, share of its time", "measure", "step", *groups)
     for name, p in profile.items():
         shares = [_share(p["shares"].get(group, 0.0)) for group in groups]
-        table.add_row(report["measures"][name]["title"], format_time(p["step_seconds"]), *shares)
+        table.add_row(name, format_time(p["step_seconds"]), *shares)
     return table
 
 
 def _table(title: str, *columns: str) -> Table:
-    return Table(*columns, title=title, title_justify="left", title_style="bold")
+    table = Table(title=title, title_justify="left", title_style="bold")
+    for column in columns:
+        table.add_column(column, no_wrap=column in ("engine", "measure", "against", "ratio", "median"))
+    return table
 
 
 def _share(value: float | None) -> str:
