@@ -190,7 +190,7 @@ def run_doctor(args: argparse.Namespace) -> int:
 
 def main(argv: Sequence[str] | None = None) -> int:
     try:
-        return _run(sys.argv[1:] if argv is None else list(argv))
+        return _run((sys.argv[1:] if argv is None else list(argv)) or ["--help"])
     except KeyboardInterrupt:
         print(file=sys.stderr)
         return 130
@@ -209,7 +209,7 @@ def _run(words: list[str]) -> int:
         return code
     except BrokenPipeError:
         raise
-    except (ValueError, OSError, RuntimeError, ImportError) as error:
+    except (ValueError, OSError, RuntimeError, ArithmeticError, ImportError) as error:
         if args.verbose:
             raise
         hint = "; `minillm doctor` says what to do" if isinstance(error, ImportError) else ""

@@ -20,8 +20,14 @@ ARCHITECTURES = {
 
 def _check_positive(**values: int | float) -> None:
     for name, value in values.items():
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or value <= 0:
-            raise ValueError(f"{name} must be a positive number, got {value!r}")
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < 1e300:
+            raise ValueError(f"{name} must be a positive, finite number, got {value!r:.60}")
+
+
+def _check_parts(name: str, thing: object, parts: tuple[str, ...], otherwise: str) -> None:
+    lacks = [part for part in parts if not callable(getattr(thing, part, None))]
+    if lacks:
+        raise ValueError(f"{name} must be {otherwise}, got {thing!r:.60}, which lacks {', '.join(lacks)}")
 
 
 def _check_count(**values: int | None) -> None:
@@ -58,7 +64,10 @@ class RopeConfig:
 
     def __post_init__(self) -> None:
         _check_choice("rope kind", self.kind, ("default", "linear", "dynamic", "llama3", "yarn"))
-        _check_positive(theta=self.theta, factor=self.factor)
+        _check_positive(theta=self.theta, factor=self.factor, beta_fast=self.beta_fast, beta_slow=self.beta_slow)
+        _check_count(original_max_position=self.original_max_position)
+        if self.kind == "yarn" and self.theta <= 1:
+            raise ValueError(f"theta must be above 1 for yarn, got {self.theta!r}")
 
 
 @dataclass(frozen=True)
@@ -98,6 +107,10 @@ class ModelConfig:
         if self.head_dim % 2:
             raise ValueError(f"head_dim must be even for rotary embeddings, got {self.head_dim}")
         _check_choice("family", self.family, tuple(ARCHITECTURES.values()))
+        if not isinstance(self.eos_token_ids, tuple) or not all(type(t) is int for t in self.eos_token_ids):
+            raise ValueError(f"eos_token_ids must be a tuple of whole numbers, got {self.eos_token_ids!r:.60}")
+        if not isinstance(self.rope, RopeConfig):
+            raise ValueError(f"rope must be a RopeConfig, got {self.rope!r:.60}")
         bad = [t for t in self.eos_token_ids if not 0 <= t < self.vocab_size]
         if bad:
             raise ValueError(f"eos_token_ids {bad} are outside the vocabulary of {self.vocab_size}")
@@ -308,6 +321,9 @@ class EngineConfig:
     compile: bool = False
 
     def __post_init__(self) -> None:
+        for name in ("dtype", "device", "kv_cache", "batching"):
+            if not isinstance(getattr(self, name), str):
+                raise ValueError(f"{name} must be a string, got {getattr(self, name)!r:.60}")
         _check_choice("dtype", self.dtype, ("auto", *DTYPES))
         _check_choice("kv_cache", self.kv_cache, ("paged", "contiguous", "none"))
         _check_choice("batching", self.batching, ("continuous", "static"))
@@ -323,10 +339,15 @@ class EngineConfig:
             raise ValueError("kv_cache='none' keeps no KV that a store of one's own could hold; leave kv_store='plain'")
         if isinstance(self.attention_backend, str):
             _check_choice("attention_backend", self.attention_backend, ("auto", "torch"))
+        else:
+            parts = ("plan", "forward", "work")
+            _check_parts("attention_backend", self.attention_backend, parts, "a name or an AttentionBackend")
         if isinstance(self.prefix_cache, str):
             _check_choice("prefix_cache", self.prefix_cache, ("none",))
-        if isinstance(self.quantization, str):
-            raise ValueError(f"quantization must be None or a LinearMethod, got {self.quantization!r}")
+        else:
+            _check_parts("prefix_cache", self.prefix_cache, ("match", "insert", "holds", "evict"), "'none' or a PrefixCache")
+        if self.quantization is not None:
+            _check_parts("quantization", self.quantization, ("pack", "apply", "unpack"), "None or a LinearMethod")
         if isinstance(self.seed, bool) or not isinstance(self.seed, int) or self.seed < 0:
             raise ValueError(f"seed must be a whole number of at least 0, got {self.seed!r}")
         if not isinstance(self.compile, bool):

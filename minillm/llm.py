@@ -99,7 +99,7 @@ class LLM:
         seen = 0
         try:
             finished = False
-            while not finished and self.engine.has_work:  # no work left: somebody else aborted the request
+            while not finished and self.engine.knows(name):  # somebody else may have aborted it
                 for output in self._steps({name}):
                     finished = output.finished
                     if self.tokenizer is None:
@@ -127,6 +127,9 @@ class LLM:
                 names.append(self.engine.add_request(ids, params))
                 unfinished.add(names[-1])
             while unfinished:
+                gone = next((name for name in unfinished if not self.engine.knows(name)), None)
+                if gone is not None:
+                    raise RuntimeError(f"request {gone!r} was aborted from elsewhere while generate waited for it")
                 for output in self.engine.step():
                     if output.request_id not in unfinished:
                         foreign.append(output)
@@ -172,7 +175,10 @@ def _is_conversation(prompt: object) -> bool:
 def _as_list(prompts: str | Sequence[int] | Sequence[Prompt]) -> list[Prompt]:
     if isinstance(prompts, (str, bytes, Mapping)) or not isinstance(prompts, Iterable):
         return [prompts]  # what is no prompt is refused like one among many
-    items = list(prompts)
+    try:
+        items = list(prompts)
+    except TypeError:  # an array without dimensions says it can be iterated, and cannot
+        return [prompts]  # type: ignore[list-item]
     if items and all(hasattr(t, "__index__") and getattr(t, "ndim", 0) == 0 for t in items):  # arrays have __index__ too
         return [items]  # type: ignore[list-item]
     return items  # type: ignore[return-value]

@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 from numbers import Integral, Real
-from typing import Iterable, Sequence
+from typing import Sequence
 
 MAX_LOGPROBS = 100
+MAX_SAMPLES = 1024
 MAX_SEED = 2**63 - 1
 
 
@@ -40,7 +41,7 @@ class SamplingParams:
     stop_strings: tuple[str, ...] = field(init=False, repr=False, compare=False, default=())
 
     def __post_init__(self) -> None:
-        _whole("n", self.n, 1)
+        _whole("n", self.n, 1, MAX_SAMPLES)
         _whole("max_tokens", self.max_tokens, 1)
         _whole("top_k", self.top_k, 0)
         if self.seed is not None:
@@ -65,15 +66,18 @@ class SamplingParams:
         for name in ("n", "max_tokens", "top_k", "seed", "logprobs"):
             if getattr(self, name) is not None:  # a small numpy integer would overflow in sums with other numbers
                 object.__setattr__(self, name, int(getattr(self, name)))
+        for name in ("temperature", "top_p"):
+            object.__setattr__(self, name, float(getattr(self, name)))
         object.__setattr__(self, "stop_strings", stops)
         object.__setattr__(self, "stop", stops)
         object.__setattr__(self, "stop_token_ids", tuple(int(t) for t in ids))
 
 
 def _several(name: str, value: object) -> tuple:
-    if value is not None and not isinstance(value, Iterable):
-        raise ValueError(f"{name} must be a list, got {value!r}")
-    return () if value is None else tuple(value)
+    try:
+        return () if value is None else tuple(value)  # type: ignore[arg-type]
+    except TypeError:
+        raise ValueError(f"{name} must be a list, got {value!r}") from None
 
 
 def _whole(name: str, value: object, low: int, high: int | None = None) -> None:
@@ -84,5 +88,9 @@ def _whole(name: str, value: object, low: int, high: int | None = None) -> None:
 
 
 def _real(name: str, value: object) -> None:
-    if isinstance(value, bool) or not isinstance(value, Real) or not math.isfinite(value):
-        raise ValueError(f"{name} must be a finite number, got {value!r}")
+    try:
+        good = not isinstance(value, bool) and isinstance(value, Real) and math.isfinite(value)
+    except OverflowError:  # a whole number that no float can hold
+        good = False
+    if not good:
+        raise ValueError(f"{name} must be a finite number, got {value!r:.60}")

@@ -54,8 +54,12 @@ class CacheManager:
 
     def free(self, request: Request) -> None:
         """Take all blocks back. Full blocks of computed tokens are offered to the prefix cache first."""
-        full = request.num_computed_tokens // self.block_size
-        if full:
-            self.prefix.insert(request.token_ids[: full * self.block_size], request.blocks[:full])
-        self.pool.release(request.blocks, keep=[b for b in request.blocks if self.prefix.holds(b)])
-        request.blocks.clear()
+        blocks, request.blocks = request.blocks, []
+        keep: list[int] = []
+        try:
+            full = request.num_computed_tokens // self.block_size
+            if full:
+                self.prefix.insert(request.token_ids[: full * self.block_size], blocks[:full])
+            keep = [b for b in blocks if self.prefix.holds(b)]
+        finally:  # a prefix cache that raises costs its prefix, not the blocks
+            self.pool.release(blocks, keep=keep)

@@ -61,24 +61,29 @@ class CheckFailed(Exception):
         return str(self.report).splitlines()
 
 
-def check(task: str | Task, candidate: Any, *, progress: Progress | None = None) -> None:
+_MISSING: Any = object()
+
+
+def check(task: str | Task, candidate: Any = _MISSING, *, progress: Progress | None = None) -> None:
     """Run a task's checks on ``candidate``, the learner's function or class, and print the report.
 
     Stops at the first red check and raises CheckFailed. A green run is recorded, and its source is kept for ``mine()``
-    where the task has a seam.
+    where the task has a seam. ValueError names the tasks that exist, or says that ``candidate`` is missing.
     """
-    task = find_task(task) if isinstance(task, str) else task
+    task = task if isinstance(task, Task) else find_task(task)
+    if candidate is _MISSING:
+        raise ValueError(f'the candidate is missing: hand in your function or class too, as in check("{task.id}", my_answer)')
     store = progress or Progress()
     report = run_checks(task, candidate)
     if report.green and task.seam is not None:
         try:
             save_part(task, candidate, store)
             report.note = f"Your {name_of(candidate)} is now the {task.seam.room} of mine()."
-        except (SourceError, ProgressError) as error:
+        except (SourceError, ProgressError, OSError) as error:
             report.note = f"Green, but not kept for mine(): {error}"
     try:
         _record(report, store)
-    except ProgressError as error:
+    except (ProgressError, OSError) as error:
         report.note = f"{report.note}\nNot recorded: {error}".strip()
     if not report.green:
         raise CheckFailed(report) from None
@@ -87,7 +92,7 @@ def check(task: str | Task, candidate: Any, *, progress: Progress | None = None)
 
 def run_checks(task: Task, candidate: Any) -> Report:
     """Run the checks without recording or printing anything."""
-    report = Report(task, f"yours, {label(candidate)}, from {location(candidate)}")
+    report = Report(task, _tested(candidate))
     refusal = refuse(task, candidate)
     if refusal:
         report.tested = "nothing"
@@ -103,6 +108,13 @@ def run_checks(task: Task, candidate: Any) -> Report:
     return report
 
 
+def _tested(candidate: Any) -> str:
+    try:
+        return f"yours, {label(candidate)}, from {location(candidate)}"
+    except Exception:  # a signature that inspect cannot read, a __getattr__ that raises: no reason not to test it
+        return f"yours, of type {type(candidate).__name__}"
+
+
 def refuse(task: Task, candidate: Any) -> str | None:
     """Why this is not the learner's own code, or None: a result instead of a function, the reference, code of minillm."""
     target = unwrap(candidate)
@@ -113,8 +125,11 @@ def refuse(task: Task, candidate: Any) -> str | None:
     ours = any(n == "minillm" or n.startswith("minillm.") for n in names)
     if ours or any(target is unwrap(r) or own_type is r for r in task.references):
         return f"{name_of(candidate)} is the course's own code; hand in what you wrote"
-    if not codes(candidate):
+    if not codes(candidate, task.references):
         return f"there is nothing of yours in {name_of(candidate)}: it has no Python code of its own"
+    for base in own_type.__mro__:
+        if any(base is r for r in task.references):
+            return f"{name_of(candidate)} inherits from the course's own {base.__name__}; write the whole class yourself"
     return None
 
 
@@ -127,12 +142,14 @@ def _run_one(task: Task, named: NamedCheck, candidate: Any) -> tuple[str | None,
             torch.manual_seed(0)
             random.seed(0)
             named.fn(candidate)
+    except KeyboardInterrupt:
+        raise  # the learner stops an endless loop
     except Mismatch as error:
-        return str(error), False
-    except Exception as error:
+        return said(error), False
+    except BaseException as error:  # SystemExit too: an answer must not end the notebook's kernel
         where = _line_of(error, candidate)
         if isinstance(error, NotImplementedError) and where:
-            return f"not done yet: {error or 'it raises NotImplementedError'}", True
+            return f"not done yet: {said(error) or 'it raises NotImplementedError'}", True
         return _explain(error, where), False
     finally:
         random.setstate(state)
@@ -143,7 +160,7 @@ def _run_one(task: Task, named: NamedCheck, candidate: Any) -> tuple[str | None,
     return None, False
 
 
-def _line_of(error: Exception, candidate: Any) -> str:
+def _line_of(error: BaseException, candidate: Any) -> str:
     """"line 3: k = cache[layer]", the deepest line of the learner's file or cell on the way to the error."""
     files = {code.co_filename for code in codes(candidate)}
     own = {id(code) for code in codes(candidate)}
@@ -155,12 +172,20 @@ def _line_of(error: Exception, candidate: Any) -> str:
     return found
 
 
-def _explain(error: Exception, where: str) -> str:
+def said(error: BaseException) -> str:
+    """An exception's message; a learner's own exception may have a ``__str__`` that fails."""
+    try:
+        return str(error)
+    except Exception as second:
+        return f"(its message cannot be shown: __str__ raises {type(second).__name__})"
+
+
+def _explain(error: BaseException, where: str) -> str:
     if where:
-        return f"your code raised {type(error).__name__}: {error}\n{where}"
+        return f"your code raised {type(error).__name__}: {said(error)}\n{where}"
     if isinstance(error, AssertionError):
-        return str(error) or "the check's assertion does not hold"
-    return f"the check could not use what your code gave: {type(error).__name__}: {error}"
+        return said(error) or "the check's assertion does not hold"
+    return f"the check could not use what your code gave: {type(error).__name__}: {said(error)}"
 
 
 def _record(report: Report, store: Progress) -> None:
@@ -173,12 +198,14 @@ def _record(report: Report, store: Progress) -> None:
 
 
 def hint(task: str | Task, n: int, *, progress: Progress | None = None) -> None:
-    """Print hint 1 (idea), 2 (shapes) or 3 (skeleton) of a task."""
-    task = find_task(task) if isinstance(task, str) else task
-    if isinstance(n, bool) or n not in range(1, len(HINT_KINDS) + 1):
+    """Print hint 1 (idea), 2 (shapes) or 3 (skeleton) of a task; ValueError for another number."""
+    task = task if isinstance(task, Task) else find_task(task)
+    if not isinstance(n, int) or isinstance(n, bool) or not 1 <= n <= len(HINT_KINDS):
         raise ValueError(f"hint must be 1 to {len(HINT_KINDS)}, got {n!r}")
-    store = progress or Progress()
-    with store.change() as data:
-        entry = data["checks"].setdefault(task.id, {})
-        entry["hints"] = sorted({*entry.get("hints", []), n})
     print(f"{task.id}, hint {n} of {len(HINT_KINDS)} ({HINT_KINDS[n - 1]})\n{task.hints[n - 1]}")
+    try:
+        with (progress or Progress()).change() as data:
+            entry = data["checks"].setdefault(task.id, {})
+            entry["hints"] = sorted({*entry.get("hints", []), n})
+    except (ProgressError, OSError) as error:
+        print(f"Not recorded: {error}")

@@ -156,6 +156,11 @@ def _snapshot(value: Any) -> Any:
     return value.detach().clone() if isinstance(value, torch.Tensor) else copy.deepcopy(value)
 
 
+def is_whole(value: Any) -> bool:
+    """True for a whole number of Python or numpy; False for a bool, a float such as 3.0, a tensor."""
+    return isinstance(value, numbers.Integral) and not isinstance(value, bool)
+
+
 def expect_raises(kind: type[BaseException], call: Callable[[], Any], what: str = "") -> None:
     """``call()`` must raise ``kind``; another exception or none is a Mismatch."""
     try:

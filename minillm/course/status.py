@@ -10,9 +10,9 @@ from typing import Any
 
 from minillm.course.mine import rooms
 from minillm.course.predictions import calibration, short, verdict
-from minillm.course.progress import Progress, ProgressError
+from minillm.course.progress import NUMBER, Progress, ProgressError
 from minillm.course.session import course_root, notebook_number, notebooks
-from minillm.course.task import all_tasks
+from minillm.course.task import ID, all_tasks
 
 KINDS = ("core", "break", "stretch")
 
@@ -27,17 +27,19 @@ def status(progress: Progress | None = None, root: Path | None = None) -> str:
 
 def _notebooks(data: dict[str, Any], base: Path | None) -> list[str]:
     chapters = {notebook_number(p): p for p in notebooks(base / "chapters")} if base else {}
-    asked = {t.id for t in all_tasks()} | set(data["checks"])
+    checked = [id for id in data["checks"] if ID.fullmatch(id)]
+    finished = [number for number in data["notebooks"] if NUMBER.fullmatch(number)]  # an older file may hold others
+    asked = {t.id for t in all_tasks()} | set(checked)
     names = {number: path.stem.split("_", 1)[1].replace("_", " ") for number, path in chapters.items()}
-    for number in [*data["notebooks"], *(id.split()[0] for id in data["checks"])]:
+    for number in [*finished, *(id.split()[0] for id in checked)]:
         names.setdefault(number, "")
     if not names:
         return ["Nothing read yet, and no chapters/ found from here."]
     width = max(len(name) for name in names.values())
-    lines = [f"Notebooks: {len(data['notebooks'])} of {len(names)} read"]
+    lines = [f"Notebooks: {len(finished)} of {len(names)} read"]
     first = None
     for number, name in sorted(names.items(), key=lambda item: [int(n) for n in item[0].split(".")]):
-        read = number in data["notebooks"]
+        read = number in finished
         ids = [f"{number} {kind}" for kind in KINDS]
         marks = [f"{id.split()[1]} {_mark(data['checks'].get(id, {}))}" for id in ids if id in asked]
         lines.append(f"  {number}  {name:{width}}  {'read' if read else '-':4}  {', '.join(marks)}".rstrip())
@@ -50,7 +52,7 @@ def _notebooks(data: dict[str, Any], base: Path | None) -> list[str]:
 def _mark(entry: dict[str, Any]) -> str:
     if "green" in entry:
         return "green"
-    return f"red at {entry['last']!r}" if entry.get("attempts") else "open"
+    return f"red at {entry['last']!r}" if entry.get("attempts") and "last" in entry else "open"
 
 
 def _predictions(data: dict[str, Any], store: Progress) -> list[str]:
@@ -83,7 +85,8 @@ def _rooms(store: Progress) -> list[str]:
     width = max(len(room) for room in owned)
     yours = sum(owner.startswith("yours") for owner in owned.values())
     lines = [f"  {room:{width}}  {owner}" for room, owner in owned.items()]
-    return [f"Your engine: {yours} of {len(owned)} rooms are yours", *lines]
+    rooms_are = f"{'room' if len(owned) == 1 else 'rooms'} {'is' if 1 in (yours, len(owned)) else 'are'}"
+    return [f"Your engine: {yours} of {len(owned)} {rooms_are} yours", *lines]
 
 
 def add_course_arguments(subparsers: Any) -> None:

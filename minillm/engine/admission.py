@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from dataclasses import dataclass
-from typing import Iterable, Protocol, Sequence
+from typing import Iterable, Mapping, Protocol, Sequence
 
 from minillm.sampling_params import SamplingParams
 
@@ -35,10 +35,15 @@ class Admission:
             if self.tokenizer is None:
                 raise ValueError(f"this model has no tokenizer; give token ids instead of {prompt[:40]!r}")
             ids = list(self.tokenizer.encode(prompt))
+        elif isinstance(prompt, Mapping) or (isinstance(prompt, (list, tuple)) and any(isinstance(t, Mapping) for t in prompt)):
+            raise ValueError(f"a message is no prompt for generate; give conversations to chat, got {prompt!r:.60}")
         elif isinstance(prompt, bytes) or not isinstance(prompt, Iterable):
             raise ValueError(f"a prompt is a string or a sequence of token ids, got {prompt!r:.60}")
         else:
-            ids = [_token_id(t) for t in prompt]
+            try:
+                ids = [_token_id(t) for t in prompt]
+            except TypeError:
+                raise ValueError(f"a prompt is a string or a sequence of token ids, got {prompt!r:.60}") from None
         bad = next((t for t in ids if not 0 <= t < self.vocab_size), None)
         if bad is not None:
             raise ValueError(f"token id {bad} is outside the vocabulary of {self.vocab_size}")

@@ -161,8 +161,8 @@ def _is_whole(package: Path) -> bool:
     """Whether the package is there and every byte as it was written: torch would run whatever it finds in a damaged one."""
     try:
         with zipfile.ZipFile(package) as archive:
-            return archive.testzip() is None
-    except (OSError, zipfile.BadZipFile):
+            return bool(archive.namelist()) and archive.testzip() is None
+    except Exception:  # whatever a damaged archive makes zipfile say: not found, no zip, encrypted, cut off
         return False
 
 

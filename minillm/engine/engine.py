@@ -78,8 +78,16 @@ class Engine:
         """The plain store, or what options.kv_store makes; one that lacks a part of the protocol is a ValueError."""
         config, dtype, device = self.model.config, self.model.dtype, self.model.device
         if self.options.kv_store == "plain":
-            return PlainKVStore.allocate(config, num_slots, dtype, device, shared=shared)
-        store: KVStore = self.options.kv_store(config, num_slots, dtype, device)
+            try:
+                return PlainKVStore.allocate(config, num_slots, dtype, device, shared=shared)
+            except (RuntimeError, TypeError, OverflowError) as error:
+                size = self.pool_size
+                what = f"{size.num_blocks} blocks of {size.block_size} tokens ({size.reason})"
+                raise ValueError(f"a KV pool of {what} does not fit into this machine's memory") from error
+        try:
+            store: KVStore = self.options.kv_store(config, num_slots, dtype, device)
+        except TypeError as error:
+            raise ValueError(f"kv_store is called with (config, num_slots, dtype, device): {error}") from error
         lacks = [name for name in ("write", "read", "num_slots", "bytes_per_token") if not hasattr(store, name)]
         if lacks:
             raise ValueError(f"what kv_store makes, {type(store).__name__}, is no KVStore: it lacks {', '.join(lacks)}")
@@ -121,6 +129,10 @@ class Engine:
         """Whether a step would produce or compute anything."""
         return self.scheduler.has_work or bool(self._held)
 
+    def knows(self, request_id: str) -> bool:
+        """Whether a request of this id is live or has an output that nobody took yet."""
+        return request_id in self._live or any(o.request_id == request_id for o in self._held)
+
     def add_request(
         self, prompt: str | Sequence[int], params: SamplingParams | None = None, request_id: str | None = None
     ) -> str:
@@ -131,10 +143,10 @@ class Engine:
         if params.n != 1:
             raise ValueError(f"a request is one sample, got n={params.n}; LLM.generate turns n samples into n requests")
         if request_id is None:
-            request_id = next(name for i in self._names if (name := f"request-{i}") not in self._live)
+            request_id = next(name for i in self._names if not self.knows(name := f"request-{i}"))
         elif not isinstance(request_id, str) or not request_id:
             raise ValueError(f"request_id must be a non-empty string, got {request_id!r}")
-        elif request_id in self._live or any(o.request_id == request_id for o in self._held):
+        elif self.knows(request_id):
             raise ValueError(f"request id {request_id!r} is in use by a request that has not ended")
         stop_ids = set(params.stop_token_ids)
         if not params.ignore_eos:
@@ -165,10 +177,23 @@ class Engine:
         result = self.runner.run(plan)
         tokens = sample(result.logits, [s.request for s in result.sampled])
         self.scheduler.update(plan)
+        faults = []
         for s, token in zip(result.sampled, tokens, strict=True):
-            self._held.append(self._advance(s.request, token))
+            try:
+                self._held.append(self._advance(s.request, token))
+            except Exception as fault:  # a tokenizer or prefix cache of somebody's own: it ends its request, not the others'
+                self._drop(s.request)
+                faults.append(fault)
         self.meter.record(counts, result.work, output_tokens=len(tokens))
         self.meter.hold_kv(*self._kv_bytes())
+        if faults:
+            raise faults[0]
+
+    def _drop(self, request: Request) -> None:
+        """Forget a request that cannot go on; it gives no output."""
+        self._live.pop(request.request_id, None)
+        if request.status is not Status.FINISHED:
+            self.scheduler.finish(request, "abort")
 
     def abort(self, request_id: str) -> RequestOutput | None:
         """End a request now; its blocks are free again. Returns what it had, its undelivered outputs included, or None if no such
@@ -177,9 +202,11 @@ class Engine:
         self._held = [o for o in self._held if o.request_id != request_id]
         live = self._live.get(request_id)
         if live is not None:
-            self.scheduler.finish(live.request, "abort")
-            self.meter.hold_kv(*self._kv_bytes())
-            mine.append(self._output(live.request))
+            try:
+                self.scheduler.finish(live.request, "abort")
+            finally:
+                self.meter.hold_kv(*self._kv_bytes())
+                mine.append(self._output(live.request))
         return replace(mine[-1], delta="".join(o.delta for o in mine)) if mine else None
 
     def hold(self, outputs: Sequence[RequestOutput]) -> None:

@@ -24,7 +24,10 @@ class Sampled:
 def sample(logits: Tensor, requests: Sequence[Request]) -> list[Sampled]:
     """logits [rows, vocab], one row per request. A row's token depends on that row, its parameters, its seed and the number
     of tokens before it, never on the rows beside it."""
-    tokens = logits.argmax(dim=-1).tolist()
+    best = logits.argmax(dim=-1, keepdim=True)
+    if logits.gather(-1, best).isnan().any():  # argmax finds a NaN where there is one
+        raise RuntimeError("the model returned NaN logits; no token can be chosen from them")
+    tokens = best.squeeze(-1).tolist()
     for i, request in enumerate(requests):
         if request.params.temperature > 0:
             tokens[i] = draw(logits[i], request)

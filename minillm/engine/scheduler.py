@@ -98,11 +98,13 @@ class Scheduler:
 
     def _preempt(self, victim: Request) -> None:
         self.running.remove(victim)
-        self.cache.free(victim)
-        victim.num_computed_tokens = 0
-        victim.num_preemptions += 1
-        victim.status = Status.WAITING
         self.waiting.appendleft(victim)
+        victim.status = Status.WAITING
+        victim.num_preemptions += 1
+        try:
+            self.cache.free(victim)
+        finally:
+            victim.num_computed_tokens = 0
 
     def _admit(self, budget: int) -> list[Scheduled]:
         admitted: list[Scheduled] = []
@@ -148,9 +150,9 @@ class Scheduler:
             self.running.remove(request)
         else:
             self.waiting.remove(request)
-        self.cache.free(request)
         request.status = Status.FINISHED
         request.finish_reason = reason
+        self.cache.free(request)
 
 
 class StaticScheduler(Scheduler):

@@ -252,7 +252,7 @@ class WeightReads(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
-        if not func.is_view and out.numel():  # a product without rows reads nothing
+        if isinstance(out, torch.Tensor) and not func.is_view and out.numel():  # a product without rows reads nothing
             for t in args:
                 if isinstance(t, torch.Tensor) and t.untyped_storage().data_ptr() in self.weights:
                     self.bytes += out.nbytes if func.overloadpacket is torch.ops.aten.index else t.nbytes

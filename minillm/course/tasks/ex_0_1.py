@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from typing import Any, Callable
 
-from minillm.course.expect import Mismatch, expect_equal
+from minillm.course.expect import Mismatch, expect_equal, is_whole
 from minillm.course.labs.roofline import linear_work
 from minillm.course.task import NamedCheck, Task
 from minillm.perf.hardware import CARDS, Hardware
@@ -103,7 +103,7 @@ def first_compute_bound(n_in: int, n_out: int, element_bytes: int, peak: float, 
 
 def rows_shape(f: Callable[..., Any]) -> None:
     answer = f(64, 64, 2, 100.0, 10.0)
-    if isinstance(answer, bool) or not isinstance(answer, int):
+    if not is_whole(answer):
         raise Mismatch(f"rows_to_ridge(64, 64, 2, 100.0, 10.0): got {answer!r}, expected a whole number of rows")
 
 
