@@ -24,14 +24,22 @@ class Sampled:
 def sample(logits: Tensor, requests: Sequence[Request]) -> list[Sampled]:
     """logits [rows, vocab], one row per request. A row's token depends on that row, its parameters, its seed and the number
     of tokens before it, never on the rows beside it."""
-    best = logits.argmax(dim=-1, keepdim=True)
-    if logits.gather(-1, best).isnan().any():  # argmax finds a NaN where there is one
-        raise RuntimeError("the model returned NaN logits; no token can be chosen from them")
-    tokens = best.squeeze(-1).tolist()
+    tokens = most_likely(logits)
     for i, request in enumerate(requests):
         if request.params.temperature > 0:
             tokens[i] = draw(logits[i], request)
     return [Sampled(t, _logprobs(logits[i], t, r.params.logprobs)) for i, (t, r) in enumerate(zip(tokens, requests, strict=True))]
+
+
+def most_likely(logits: Tensor) -> list[int]:
+    """The id of each row's highest logit, the lowest id among equals. logits [rows, vocab]."""
+    best = logits.amax(dim=-1, keepdim=True)
+    if best.isnan().any():  # a maximum is NaN where anything is
+        raise RuntimeError("the model returned NaN logits; no token can be chosen from them")
+    if logits.device.type != "cpu":
+        return logits.argmax(dim=-1).tolist()
+    # torch's argmax of 32 bfloat16 rows takes 8 ms on two cores; its maximum, and the first place that equals it, a tenth
+    return (logits == best).numpy().argmax(axis=-1).tolist()
 
 
 def draw(row: Tensor, request: Request) -> int:
