@@ -33,13 +33,17 @@ def sample(logits: Tensor, requests: Sequence[Request]) -> list[Sampled]:
 
 def most_likely(logits: Tensor) -> list[int]:
     """The id of each row's highest logit, the lowest id among equals. logits [rows, vocab]."""
-    best = logits.amax(dim=-1, keepdim=True)
-    if best.isnan().any():  # a maximum is NaN where anything is
+    if logits.device.type == "cpu":
+        # numpy's argmax, conversion included, takes a tenth of what torch's takes on 16-bit rows
+        wide = (logits if logits.dtype == torch.float64 else logits.float()).numpy()
+        tokens = wide.argmax(axis=-1).tolist()
+        values = [row[t] for row, t in zip(wide, tokens, strict=True)]
+    else:
+        best = logits.max(dim=-1)
+        tokens, values = best.indices.tolist(), best.values.tolist()
+    if any(v != v for v in values):  # a NaN is the maximum of any row that holds one
         raise RuntimeError("the model returned NaN logits; no token can be chosen from them")
-    if logits.device.type != "cpu":
-        return logits.argmax(dim=-1).tolist()
-    # torch's argmax of 32 bfloat16 rows takes 8 ms on two cores; its maximum, and the first place that equals it, a tenth
-    return (logits == best).numpy().argmax(axis=-1).tolist()
+    return tokens
 
 
 def draw(row: Tensor, request: Request) -> int:
