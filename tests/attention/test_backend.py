@@ -22,7 +22,9 @@ def test_visible_pairs_are_those_of_a_mask_counted_one_by_one(lengths: tuple[int
     assert visible_pairs(*lengths, window) == pairs_one_by_one(*lengths, window)
 
 
-@pytest.mark.parametrize("q_len, kv_len, window, pairs", [(5, 5, None, 15), (1, 5, None, 5), (2, 5, None, 9), (9, 9, 4, 30), (1, 9, 1, 1)])
+@pytest.mark.parametrize(
+    "q_len, kv_len, window, pairs", [(5, 5, None, 15), (1, 5, None, 5), (2, 5, None, 9), (9, 9, 4, 30), (1, 9, 1, 1)]
+)
 def test_visible_pairs_of_small_cases(q_len: int, kv_len: int, window: int | None, pairs: int) -> None:
     assert visible_pairs(q_len, kv_len, window) == pairs
 

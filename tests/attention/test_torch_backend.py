@@ -24,7 +24,9 @@ HEAD_DIMS = [16, 64, 80, 96, 128, 192]
 BLOCK_SIZES = [1, 4, 16]
 
 
-def loop_reference(q: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor], q_lens: Sequence[int], window: int | None) -> Tensor:
+def loop_reference(
+    q: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor], q_lens: Sequence[int], window: int | None
+) -> Tensor:
     """q [tokens, heads, dim]; keys[row], values[row] [kv_len, kv_heads, dim] → [tokens, heads, dim], one softmax at a time."""
     queries, out, token = q.double().numpy(), np.empty(tuple(q.shape)), 0
     for k, v, q_len in zip(keys, values, q_lens, strict=True):
@@ -68,15 +70,15 @@ class Case:
 
 
 def make_case(
-    lengths: Sequence[tuple[int, int]], *, group: int = 1, kv_heads: int = 1, dim: int = 16, block_size: int = 4, window: int | None = None,
-    padding: int = 0, dtype: torch.dtype = torch.float64, scale: float = 1.0, seed: int = 0,
+    lengths: Sequence[tuple[int, int]], *, group: int = 1, kv_heads: int = 1, dim: int = 16, block_size: int = 4,
+    window: int | None = None, padding: int = 0, dtype: torch.dtype = torch.float64, scale: float = 1.0, seed: int = 0,
 ) -> Case:  # fmt: skip
     """lengths: (queries, keys) of each row. Blocks are dealt out shuffled, with spare ones left over."""
     generator = torch.Generator().manual_seed(seed)
     shuffled = np.random.default_rng(seed).permutation(np.arange(1, sum(-(-k // block_size) for _, k in lengths) + 4)).tolist()
     config = ModelConfig(
-        vocab_size=8, hidden_size=8, intermediate_size=8, num_layers=2, num_heads=group * kv_heads, num_kv_heads=kv_heads, head_dim=dim,
-        max_position=64,
+        vocab_size=8, hidden_size=8, intermediate_size=8, num_layers=2, num_heads=group * kv_heads, num_kv_heads=kv_heads,
+        head_dim=dim, max_position=64,
     )  # fmt: skip
     store = PlainKVStore.allocate(config, (max(shuffled) + 1) * block_size, dtype)
     store.poison(torch.arange(1, store.num_slots))
@@ -166,7 +168,9 @@ def test_scores_near_1e5_give_no_nan(dtype: torch.dtype, lengths: list[tuple[int
 
 @pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 1e-5), (torch.bfloat16, 3e-2), (torch.float16, 4e-3)])
 def test_narrow_dtypes_agree_within_their_precision(dtype: torch.dtype, tolerance: float) -> None:
-    make_case([(6, 6), (1, 20), (3, 17), (1, 18)], group=3, kv_heads=2, dim=64, dtype=dtype, window=15, padding=1).agrees(tolerance)
+    make_case([(6, 6), (1, 20), (3, 17), (1, 18)], group=3, kv_heads=2, dim=64, dtype=dtype, window=15, padding=1).agrees(
+        tolerance
+    )
 
 
 def test_rows_padded_to_the_longest_read_no_slot_but_the_null_blocks_first() -> None:
@@ -201,7 +205,11 @@ def test_queries_need_not_be_contiguous(lengths: list[tuple[int, int]]) -> None:
     plain = case.run()
     wide = torch.full((len(case.q), 10, 16), float("nan"), dtype=torch.float64)
     wide[:, 2:8] = case.q  # a slice of a fused QKV product
-    for q in (wide[:, 2:8], case.q.permute(1, 2, 0).contiguous().permute(2, 0, 1), case.q.transpose(0, 1).contiguous().transpose(0, 1)):
+    for q in (
+        wide[:, 2:8],
+        case.q.permute(1, 2, 0).contiguous().permute(2, 0, 1),
+        case.q.transpose(0, 1).contiguous().transpose(0, 1),
+    ):
         assert not q.is_contiguous()
         torch.testing.assert_close(dataclasses.replace(case, q=q).run(), plain, rtol=1e-12, atol=1e-12)
 
@@ -256,7 +264,10 @@ def test_splitting_takes_only_the_rows_it_was_given() -> None:
     assert split_by_length([1, 0, 4], kv_lens) == [[0, 4], [1]]
 
 
-@given(st.lists(st.integers(1, 9).flatmap(lambda kv: st.tuples(st.integers(1, kv), st.just(kv))), min_size=1, max_size=12), st.integers(0, 3))
+@given(
+    st.lists(st.integers(1, 9).flatmap(lambda kv: st.tuples(st.integers(1, kv), st.just(kv))), min_size=1, max_size=12),
+    st.integers(0, 3),
+)
 def test_a_plan_has_every_token_once(lengths: list[tuple[int, int]], padding: int) -> None:
     case = make_case(lengths, padding=padding)
     tokens = [torch.arange(case.batch.num_tokens)[g.tokens] for g in TorchAttention().plan(case.batch, torch.float64)]
