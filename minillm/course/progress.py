@@ -144,7 +144,7 @@ class Progress:
                     raise ValueError("a folder")
                 data = understand(json.loads(self.path.read_text(encoding="utf-8")))
             except OSError as error:
-                raise ProgressError(f"cannot read {self.path} ({error}); set MINILLM_HOME to a folder that you can use") from error
+                raise ProgressError(f"cannot read {self.path} ({error}); set MINILLM_HOME to a folder of yours") from error
             except (ValueError, RecursionError) as error:  # JSON and Unicode errors are ValueErrors too
                 aside = self._keep_aside()
                 warnings.warn(f"{self.path} was unreadable ({error}); it is kept as {aside} and a fresh one begins", stacklevel=4)

@@ -198,7 +198,7 @@ def test_hints_are_numbered_and_remembered(capsys, store):
     hint(TOY, 1, progress=store)
     assert "1.1 core, hint 2 of 3 (shapes)\n[n] in, [n] out." in capsys.readouterr().out
     assert store.read()["checks"]["1.1 core"]["hints"] == [1, 2]
-    for n in (0, 4, True, "1"):
+    for n in (0, 4, 99, True, 1.0, "1"):
         with pytest.raises(ValueError, match="hint must be 1 to 3"):
             hint(TOY, n, progress=store)
 
@@ -223,3 +223,101 @@ def test_a_folder_that_cannot_be_written_does_not_hide_the_result(capsys, tmp_pa
     check(TOY, solution, progress=checks.Progress(tmp_path / "file" / "inside"))
     out = capsys.readouterr().out
     assert "All 8 checks passed." in out and "Not recorded: cannot keep progress" in out
+
+
+class BadMessage(Exception):
+    def __str__(self) -> str:
+        raise RuntimeError
+
+
+@pytest.mark.parametrize(("error", "said"), [(SystemExit(3), "SystemExit: 3"), (BadMessage(), "BadMessage: (its message cannot")])
+def test_whatever_an_answer_raises_is_a_red_check_and_recorded(error, said, store):
+    def answer(row):
+        raise error
+
+    with pytest.raises(CheckFailed) as caught:
+        check(TOY, answer, progress=store)
+    assert f"your code raised {said}" in caught.value.report.reason and "raise error" in caught.value.report.reason
+    assert store.read()["checks"]["1.1 core"] == {"attempts": 1, "last": "shape"}
+
+
+def test_an_interrupt_by_the_learner_is_not_a_red_check(store):
+    def answer(row):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        check(TOY, answer, progress=store)
+
+
+@pytest.mark.parametrize("id", [1.1, None, b"1.1 core", ["1.1 core"]])
+def test_a_task_that_is_not_a_text_names_those_that_exist(id, store):
+    for call in (lambda: check(id, solution, progress=store), lambda: hint(id, 1, progress=store)):
+        with pytest.raises(ValueError, match="no task .*; there are 0.1 core"):
+            call()
+    assert not store.folder.exists()
+
+
+def test_a_check_without_an_answer_says_what_is_missing():
+    with pytest.raises(ValueError, match="the candidate is missing: hand in your function or class"):
+        check("0.1 core")
+
+
+def test_a_hint_is_shown_even_where_nothing_can_be_kept(capsys, tmp_path):
+    (tmp_path / "file").write_text("")
+    hint(TOY, 1, progress=checks.Progress(tmp_path / "file" / "inside"))
+    out = capsys.readouterr().out
+    assert "hint 1 of 3 (idea)\nEach sum" in out and "Not recorded: cannot keep progress" in out
+
+
+def test_a_class_counts_with_what_it_inherits_from_the_learners_own_classes():
+    class Base:
+        def add(self, n):
+            return n + 1
+
+    class Answer(Base):
+        pass
+
+    task = one(lambda c: expect_equal(c().add(2), 3))
+    assert run_checks(task, Answer).green
+
+
+def test_a_class_that_inherits_from_a_reference_is_refused():
+    class Reference:
+        def run(self) -> int:
+            return 1
+
+    class Mine(Reference):
+        def other(self) -> int:
+            return 2
+
+    task = one(lambda c: expect_equal(c().run(), 1), references=(Reference,))
+    assert "inherits from the course's own Reference" in run_checks(task, Mine).reason
+
+
+class AnswersToEveryName:
+    def __getattr__(self, name):
+        return self
+
+    def __call__(self, n):
+        return n + 1
+
+
+class WrapsAnew:
+    @property
+    def __wrapped__(self):
+        return WrapsAnew()
+
+    def __call__(self, n):
+        return n + 1
+
+
+def wraps_itself(n):
+    return n + 1
+
+
+wraps_itself.__wrapped__ = wraps_itself
+
+
+@pytest.mark.parametrize("answer", [AnswersToEveryName(), WrapsAnew(), wraps_itself], ids=lambda a: type(a).__name__)
+def test_an_answer_that_leads_back_to_itself_is_tested_all_the_same(answer):
+    assert run_checks(one(lambda f: expect_equal(f(2), 3)), answer).green

@@ -156,7 +156,7 @@ def test_reset_gives_back_the_shipped_notebook_and_keeps_the_learners(course, st
     exercise(course).write_text("my work")
     with store.change() as data:
         data["checks"] = {"1.1 core": {"green": "x"}, "1.1 break": {}, "1.10 core": {"green": "y"}, "2.1 core": {}}
-        data["parts"] = {"1.1 core": {"file": "f"}}
+        data["parts"] = {"1.1 core": {"file": "f", "name": "n"}}
     said = reset("1.1", progress=store, root=course)
     assert exercise(course).read_text() == shipped
     kept = list((store.folder / "backups").iterdir())

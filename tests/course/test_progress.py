@@ -32,7 +32,17 @@ def test_an_exception_inside_a_change_changes_nothing(store):
     assert store.read()["notebooks"] == {"0.1": "a"}
 
 
-@pytest.mark.parametrize("broken", [b"", b"{", b'{"checks": {', b"[1]", b'{"checks": []}', b"\xff\xfe", b"null"])
+BROKEN = [
+    b"", b"{", b'{"checks": {', b"[1]", b'{"checks": []}', b"\xff\xfe", b"null",
+    b'{"checks": {"1.1 core": 3}}', b'{"checks": {"1.1 core": {"attempts": "two"}}}',
+    b'{"checks": {"1.1 core": {"hints": ["a"]}}}',
+    b'{"parts": {"1.1 core": {"name": "f"}}}', b'{"predictions": {"0.1 ridge": 40}}',
+    b'{"predictions": {"0.1 ridge": {"value": "4"}}}',
+    b'{"badges": ' + b"[" * 100 + b"]" * 100 + b"}", b"[" * 200_000, b'{"notebooks": {"0.1": "\\ud800"}}',
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("broken", BROKEN, ids=lambda text: repr(text[:50]))
 def test_a_broken_file_is_kept_aside_and_a_fresh_one_begins(store, broken):
     store.folder.mkdir()
     store.path.write_bytes(broken)
@@ -105,3 +115,17 @@ def test_finishing_a_notebook_keeps_the_first_time(store, capsys):
     finish("0.1", store)
     assert store.read()["notebooks"] == {"0.1": first}
     assert "Notebook 0.1 is marked as read." in capsys.readouterr().out
+
+
+def test_a_folder_in_the_files_place_is_kept_aside(store):
+    (store.path / "inside").mkdir(parents=True)
+    with pytest.warns(UserWarning, match=r"\(a folder\); it is kept as"), store.change() as data:
+        data["notebooks"]["0.1"] = "a"
+    assert store.path.is_file() and (store.path.with_name("progress.json.broken") / "inside").is_dir()
+
+
+@pytest.mark.parametrize("number", ["zzz", "1", "1.1 core", 1.1, None])
+def test_finishing_what_is_no_notebook_is_refused(store, number):
+    with pytest.raises(ValueError, match="number such as '1.1', got"):
+        finish(number, store)
+    assert not store.folder.exists()

@@ -30,7 +30,7 @@ def test_a_newcomer_is_told_what_to_do_first(store, course):
     text = status(store, course)
     assert "Notebooks: 0 of 3 read" in text and "Next: chapters/0_bottleneck/1_roofline.ipynb" in text
     assert "  1.1  kv cache      -     core open" in text and "  0.1  roofline" in text
-    assert "Your engine: 0 of 1 rooms are yours\n  adder  minillm" in text and "Predictions" not in text
+    assert "Your engine: 0 of 1 room is yours\n  adder  minillm" in text and "Predictions" not in text
 
 
 def test_the_state_is_shown_after_some_work(store, course, front_end, capsys):
@@ -51,7 +51,7 @@ def test_the_state_is_shown_after_some_work(store, course, front_end, capsys):
     assert "0.1 ridge: you 40, measured 20 FLOP/B. That is 2 times too high." in text
     assert "1.1 open: 3 s, not measured yet" in text
     assert "Typically off by ×5.5 (chapter 0 ×2, chapter 1 ×9); 1 of 2 within a factor of 2." in text
-    assert "Your engine: 1 of 1 rooms are yours\n  adder  yours (1.1 core, solution)" in text
+    assert "Your engine: 1 of 1 room is yours\n  adder  yours (1.1 core, solution)" in text
     assert str(store.path) in text
 
 
@@ -80,3 +80,11 @@ def test_the_command_line_prints_the_status_and_tells_errors_plainly(course, mon
     with pytest.raises(SystemExit):
         run()
     assert run_course(argparse.Namespace(course_command="status")) == 0
+
+
+def test_entries_that_are_no_notebook_or_task_are_passed_over(store, course):
+    with store.change() as data:
+        data["notebooks"].update({"zzz": "x", "0.1": "x"})
+        data["checks"]["core"] = {"green": "x"}
+    text = status(store, course)
+    assert "Notebooks: 1 of 3 read" in text and "zzz" not in text

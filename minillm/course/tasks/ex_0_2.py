@@ -135,7 +135,8 @@ def break_random(f: Callable[..., Any]) -> None:
 
 
 def break_edges(f: Callable[..., Any]) -> None:
-    expect_equal(f(dict(QWEN), QWEN_WEIGHTS // 2, 24_576, 4096), 0, what="Qwen3-32B on a card of 24,576 MiB: its weights do not fit")
+    what = "Qwen3-32B on a card of 24,576 MiB: its weights do not fit"
+    expect_equal(f(dict(QWEN), QWEN_WEIGHTS // 2, 24_576, 4096), 0, what=what)
 
 
 def seconds_of(weights: int, pair: int, kv: int, past: int, new: int, peak: float, bandwidth: float) -> float:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import itertools
 import types
-from typing import Any, Callable, Sequence
+from typing import Any, Callable, Iterator, Sequence
 
 import numpy as np
 import torch
@@ -234,17 +235,17 @@ def _bytes_held(owner: Any) -> int:
             stack.extend(x)
         elif not isinstance(x, (type, types.ModuleType, types.FunctionType, types.MethodType)):
             stack.extend(getattr(x, "__dict__", {}).values())
-            slots = (m for base in type(x).__mro__ if "__slots__" in vars(base) for m in vars(base).values())
-            stack.extend(m.__get__(x) for m in slots if isinstance(m, types.MemberDescriptorType) and _is_set(m, x))
+            stack.extend(_slots(x))
     return sum(memory.values())
 
 
-def _is_set(slot: types.MemberDescriptorType, owner: Any) -> bool:
-    try:
-        slot.__get__(owner)
-    except AttributeError:
-        return False
-    return True
+def _slots(owner: Any) -> Iterator[Any]:
+    """What an object keeps in ``__slots__``."""
+    for base in type(owner).__mro__:
+        for member in vars(base).values() if "__slots__" in vars(base) else ():
+            if isinstance(member, types.MemberDescriptorType):
+                with contextlib.suppress(AttributeError):  # not set
+                    yield member.__get__(owner)
 
 
 def _store_written(store: Any) -> None:

@@ -78,6 +78,18 @@ def defaults_written_into_the_config(config, weight_bytes, memory, context, elem
     return room(kv(config, element_bytes), weight_bytes, memory, context, usable)
 
 
+def head_dim_taken_out_of_the_config(config, weight_bytes, memory, context, element_bytes=2, usable=0.9):
+    result = room(kv(config, element_bytes), weight_bytes, memory, context, usable)
+    config.pop("head_dim", None)
+    return result
+
+
+def right_but_writes_into_the_config(config, parameters, memory_mib, context):
+    result = room(kv(config, 2), 2 * parameters, memory_mib * 2**20, context, 0.9)[1]
+    config["num_key_value_heads"] = 1
+    return max(0, result)
+
+
 def megabytes(config, parameters, memory_mib, context):
     return room(kv(config, 2), 2 * parameters, memory_mib * 10**6, context, 0.9)[1]
 
@@ -174,12 +186,14 @@ WRONG = {
         (fewer_than_none, "edges: the weights do not fit"),
         (one_is_kept_free, "edges: the last request fits exactly"),
         (defaults_written_into_the_config, "state: config unchanged"),
+        (head_dim_taken_out_of_the_config, "state: config unchanged"),
     ],
     "0.2 break": [
         (megabytes, "exact: a card of 1 MiB"),
         (mended_by_halving_the_kv, "exact: a card of 1 MiB"),
         (kibibytes_of_a_thousand, "exact: a card of 1 MiB"),
         (mended_by_filling_everything, "random: against a planner"),
+        (right_but_writes_into_the_config, "random: against a planner"),
         (negative_room, "edges: the weights do not fit"),
     ],
     "0.2 stretch": [

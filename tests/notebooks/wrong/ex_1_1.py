@@ -205,16 +205,42 @@ class Borrowed:
         return self.inner.read(layer, slots)
 
 
+class Inherits(PlainKVStore):
+    """The engine's own store with another constructor."""
+
+    def __init__(self, config, num_slots, dtype, device):
+        shape = (num_slots, 2, config.num_kv_heads, config.head_dim)
+        super().__init__([torch.zeros(shape, dtype=dtype, device=device) for _ in range(config.num_layers)])
+
+
+class LeavesNewMemoryAsItIs(Right):
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.k, self.v = self.k.new_empty(self.k.shape), torch.empty_like(self.v)
+
+
+class HidesMemory(Right):
+    """A second table, two objects further in."""
+
+    class Drawer:
+        __slots__ = ("inside",)
+
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.drawer = self.Drawer()
+        self.drawer.inside = {"more": self.k.clone()}
+
+
 SAYS = "shape: what read gives, and what the store says about itself"
 HAND, LAYERS = "exact: three tokens by hand", "exact: layers are apart"
-DICT = "random: against a dictionary"
+DICT, PADDING = "random: against a dictionary", "edges: padding reads slot 0 before anybody wrote it"
 ALIASES = "state: nothing is shared with the caller or another store"
 
 CORE = (
-    (AlwaysFloat32, SAYS), (CountsOnlyKeys, SAYS), (ReadsOnlyKeys, SAYS), (Borrowed, SAYS), (Appends, HAND), (Swapped, HAND),
-    (OneLayer, LAYERS), (AddsUp, DICT), (FromTheFirstSlotOn, DICT), (SortsSlots, DICT),
+    (AlwaysFloat32, SAYS), (CountsOnlyKeys, SAYS), (ReadsOnlyKeys, SAYS), (Borrowed, SAYS), (Inherits, SAYS),
+    (Appends, HAND), (Swapped, HAND), (OneLayer, LAYERS), (AddsUp, DICT), (FromTheFirstSlotOn, DICT), (SortsSlots, DICT),
     (FirstWriteStays, DICT),
-    (LeavesMemoryAsItIs, "edges: padding reads slot 0 before anybody wrote it"),
+    (LeavesMemoryAsItIs, PADDING), (LeavesNewMemoryAsItIs, PADDING), (HidesMemory, "budget: bytes held"),
     (ClearsItsInput, "state: inputs unchanged"), (ReadsASpan, ALIASES), (KeepsReferences, ALIASES), (SharedByAll, ALIASES),
     (FortySlots, "engine: the same tokens as recomputation"), (OnePerQueryHead, "budget: bytes held"),
     (CopiesTheStore, "budget: bytes written for one token, operators of a read"),
@@ -273,11 +299,21 @@ def forgets_the_past(q, k, v, past_k, past_v):
     return out, torch.cat([past_k, k]), torch.cat([past_v, v])
 
 
+def exponentials_without_the_maximum(q, k, v, past_k, past_v):
+    """The softmax as it stands in a textbook: exp overflows where a score is above 88."""
+    all_k, all_v = torch.cat([past_k, k]), torch.cat([past_v, v])
+    group = q.shape[1] // k.shape[1]
+    heads_first = [x.transpose(0, 1) for x in (q, all_k.repeat_interleave(group, 1), all_v.repeat_interleave(group, 1))]
+    weights = (heads_first[0] @ heads_first[1].transpose(1, 2) / q.shape[2] ** 0.5).exp() * triangle(q, past_k, len(past_k))
+    return (weights / weights.sum(-1, keepdim=True) @ heads_first[2]).transpose(0, 1), all_k, all_v
+
+
 DECODE, CHUNK = "random: then one token at a time", "edges: a chunk of tokens after a prefix"
 BREAK = (
     (only_single_tokens, CHUNK), (no_mask, "exact: a prompt of three by hand"),
     (sees_its_successor, "exact: a prompt of three by hand"), (does_not_see_itself, DECODE), (sees_the_whole_chunk, CHUNK),
     (interleaved_heads, "edges: grouped heads"), (writes_into_the_past, "state: inputs unchanged"), (forgets_the_past, DECODE),
+    (exponentials_without_the_maximum, "random: a prompt at once"),
 )  # fmt: skip
 
 
