@@ -1,0 +1,47 @@
+"""Lesson 0.1 in a real JupyterLab: all cells run, and the panel measures where the sliders stop."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any, Callable
+
+import pytest
+
+CHAPTER = Path(__file__).parents[2] / "chapters" / "0_bottleneck" / "1_roofline.ipynb"
+MEASURED_MS = 150_000  # the whole lesson runs first
+
+
+@pytest.mark.model
+def test_the_panel_of_the_lesson_measures_the_product_where_the_sliders_stop(open_notebook: Callable[..., Any]) -> None:
+    from playwright.sync_api import expect
+
+    book = open_notebook("1_roofline.ipynb", CHAPTER)
+    book.run_all()
+    page = book.page
+    panel = page.locator(".jp-CodeCell", has_text="panel = roofline_panel(machine)").first
+    for _ in range(60):  # cells far below are put into the page when one scrolls there
+        page.locator(".jp-NotebookPanel .jp-WindowedPanel-outer").first.evaluate("e => e.scrollBy(0, 600)")
+        if panel.count():
+            break
+        page.wait_for_timeout(100)
+    panel.scroll_into_view_if_needed()
+    said, picture = panel.locator(".verdict"), panel.locator(".widget-image").first
+
+    def measured(rows: str) -> str:
+        """Wait for this position; the picture's address changes with its bytes."""
+        wanted = re.compile(f"^{rows}: the roofline predicts .*-bound; measured .*of the roof", re.S)
+        expect(said).to_contain_text(wanted, timeout=MEASURED_MS)
+        return picture.get_attribute("src")
+
+    pictures = [measured("1 row")]
+    handle = panel.locator(".noUi-handle").first
+    for rows in ("2 rows", "4 rows"):
+        handle.focus()
+        page.keyboard.press("ArrowRight")
+        pictures.append(measured(rows))
+    assert len(set(pictures)) == 3, "the picture did not follow the keys"
+    assert panel.locator(".widget-image").count() == 1, "one picture, replaced in place"
+    picture.scroll_into_view_if_needed()
+    book.screenshot("lesson_0_1")
+    assert not book.errors
