@@ -99,7 +99,10 @@ def ending(stream: Sequence[int], params: SamplingParams, eos: Sequence[int] = (
     shown = [""]  # the text after each token, without half a character at its end
     for token in stream[:limit]:
         if token in stop_ids:
-            return Expected(tuple(ids), _text(decode, ids), "stop")
+            shown[-1] = _text(decode, ids)  # nothing follows: what half a character held back is shown, stop strings in it count
+            cuts = [i for s in params.stop_strings if (i := shown[-1].find(s)) >= 0]
+            kept = next(n for n, text in enumerate(shown) if len(text) >= min(cuts)) if cuts else len(ids)
+            return Expected(tuple(ids[:kept]), shown[-1][: min(cuts, default=None)], "stop")
         ids.append(token)
         text = _text(decode, ids)
         shown.append(shown[-1] if text.endswith("\ufffd") and len(ids) < limit else text)

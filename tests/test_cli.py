@@ -154,7 +154,7 @@ def test_the_first_help_says_where_to_start(capsys: pytest.CaptureFixture[str]) 
 
 
 @pytest.mark.parametrize(
-    "words", [[], ["nonsense"], ["generate"], ["generate", "x", "--max-tokens", "many"], ["plan"], ["course"]]
+    "words", [["nonsense"], ["generate"], ["generate", "x", "--max-tokens", "many"], ["plan"], ["course"]]
 )
 def test_a_command_that_cannot_be_parsed_says_how_it_is_used(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as end:

@@ -153,7 +153,7 @@ few = st.lists(st.integers(2, 3), min_size=1, max_size=18)  # two different toke
 turns = st.lists(st.lists(st.tuples(few, st.integers(1, 8)), min_size=1, max_size=4), min_size=2, max_size=4)
 
 
-@settings(max_examples=25)
+@settings(max_examples=50)
 @given(models, turns, st.integers(1, 5), st.integers(0, 4), st.integers(1, 40), st.integers(1, 5), st.booleans())
 def test_output_equals_cold_under_any_history_of_requests(model, turns, block_size, slack, budget, seqs, static):
     needed = max(slots_needed(p, SamplingParams(max_tokens=n)) for turn in turns for p, n in turn)

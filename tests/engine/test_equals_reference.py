@@ -39,7 +39,7 @@ def expected(model, prompt, params):
     return end.token_ids, end.finish_reason
 
 
-@settings(max_examples=60)
+@settings(max_examples=150)
 @given(st.data(), models, workloads(greedy_params()))
 def test_greedy_tokens_equal_the_reference_under_any_options_and_every_request_ends(data, model, work):
     options = data.draw(engine_options(max(slots_needed(p, s) for p, s in work)))

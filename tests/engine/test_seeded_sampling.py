@@ -36,7 +36,7 @@ def alone(model, prompt, params):
     return out.token_ids, out.finish_reason
 
 
-@settings(max_examples=40)
+@settings(max_examples=80)
 @given(st.data(), models, workloads(seeded_params, max_requests=7))
 def test_seeded_tokens_do_not_depend_on_batch_order_chunks_cache_or_preemption(data, model, work):
     options = data.draw(engine_options(max(slots_needed(p, s) for p, s in work)))
