@@ -56,9 +56,9 @@ class Group:
 
 GROUPS = (
     Group("unit", ("tests",), budget=600, options=PARALLEL, ignored=OTHERS, one_thread=True),
-    Group("notebooks", ("chapters", "solutions", "tests/notebooks"), budget=540, options=(*PARALLEL, *NBVAL)),
+    Group("notebooks", ("chapters", "solutions", "tests/notebooks"), budget=450, options=(*PARALLEL, *NBVAL)),
     Group("exercises", ("tests/exercises",), budget=240, options=PARALLEL, one_thread=True),
-    Group("browser", ("tests/browser",), budget=180),
+    Group("browser", ("tests/browser",), budget=270),
 )
 
 
