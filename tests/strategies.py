@@ -201,7 +201,7 @@ def greedy_params(draw, max_tokens: int = 12, ignore_eos: st.SearchStrategy[bool
 
 
 @st.composite
-def workloads(draw, params: st.SearchStrategy[SamplingParams], max_requests: int = 6) -> list[tuple[list[int], SamplingParams]]:
+def workloads(draw, params: st.SearchStrategy[SamplingParams], max_requests: int = 8) -> list[tuple[list[int], SamplingParams]]:
     """Prompts with parameters. Some prompts are beginnings of others or equal."""
     work = draw(st.lists(st.tuples(prompts, params), min_size=2, max_size=max_requests))
     if draw(st.booleans()):

@@ -19,6 +19,7 @@ from ..strategies import (
     MAX_LEN,
     WINDOWS,
     engine_options,
+    greedy,
     greedy_params,
     models,
     poison_freed_blocks,
@@ -57,6 +58,19 @@ def test_greedy_tokens_equal_the_reference_under_any_options_and_every_request_e
     event("somebody was preempted" if any(r.num_preemptions for r in requests) else "nobody was preempted")
     engine.cache.pool.check()
     assert engine.cache.pool.num_free == engine.cache.pool.num_blocks
+
+
+@settings(max_examples=40)
+@given(st.integers(2, 10), st.lists(st.sampled_from([0, 0, 0, 1]), min_size=4, max_size=8), st.integers(2, 12))
+def test_rows_of_different_length_that_decode_together_keep_their_own_keys(base, longer, block_size):
+    """Most rows equally long, some half as long again: close enough to share one gather, whatever their order."""
+    engine = tiny_engine(block_size=block_size, num_blocks=80)
+    work = {}
+    for i, more in enumerate(longer):
+        prompt = [2 + 3 * i] * (base + more * (base // 2))
+        work[engine.add_request(prompt, SamplingParams(max_tokens=4, ignore_eos=True))] = prompt
+    done = run_to_end(engine)
+    assert {name: out.token_ids for name, out in done.items()} == {name: greedy(p, 4) for name, p in work.items()}
 
 
 @pytest.mark.parametrize("group, window", list(itertools.product(GROUPS, WINDOWS)))
