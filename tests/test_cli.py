@@ -153,9 +153,7 @@ def test_the_first_help_says_where_to_start(capsys: pytest.CaptureFixture[str]) 
         assert words in out
 
 
-@pytest.mark.parametrize(
-    "words", [["nonsense"], ["generate"], ["generate", "x", "--max-tokens", "many"], ["plan"], ["course"]]
-)
+@pytest.mark.parametrize("words", [["nonsense"], ["generate"], ["generate", "x", "--max-tokens", "many"], ["plan"], ["course"]])
 def test_a_command_that_cannot_be_parsed_says_how_it_is_used(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as end:
         main(words)
@@ -171,16 +169,18 @@ def test_generate_prints_the_models_text(run: Run, llm: LLM) -> None:
     assert run("generate", "Hello", "--max-tokens", "30") == (0, text + "\n", "")
 
 
-def test_generate_streams(run: Run, llm: LLM, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    seen: list[str] = []
+def test_each_piece_is_shown_before_the_next_is_computed(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    shown, seen = io.BytesIO(), []
 
     def stream(self: LLM, prompt: Any, params: SamplingParams) -> Iterator[str]:
         for piece in ("one", " two"):
             yield piece
-            seen.append(capsys.readouterr().out)
+            seen.append(shown.getvalue())
 
     monkeypatch.setattr(LLM, "stream", stream)
-    assert run("generate", "Hello") == (0, "\n", "") and seen == ["one", " two"]
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(shown))  # like a pipe, it keeps what nobody flushes
+    assert run("generate", "Hello")[0] == 0
+    assert [*seen, shown.getvalue()] == [b"one", b"one two", b"one two\n"]
 
 
 def test_a_dash_reads_the_prompt_from_standard_input(run: Run) -> None:
