@@ -132,7 +132,8 @@ def split_by_length(rows: list[int], kv_lens: tuple[int, ...]) -> list[list[int]
             parts[-1].append(r)
         else:
             parts.append([r])
-    return parts
+    # batch order within a part: queries are taken in that order
+    return [sorted(part) for part in parts]
 
 
 def precision_name(dtype: torch.dtype) -> str:
