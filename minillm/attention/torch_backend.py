@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import dataclass
+from typing import Sequence
 
 import numpy as np
 import torch
@@ -24,15 +25,13 @@ class RowGroup:
     """Rows with equally many queries, padded to the longest row's keys and computed in one call.
 
     tokens: flat indices of the queries [rows * q_len], a slice where the rows stand together.
-    slots: [rows, kv_len] int64, padded with the null slot. mask: [rows, 1, q_len, kv_len], 0 or -inf, None when all is visible.
-    kv_lens: real keys per row.
+    slots: [rows, keys] int64, padded with the null slot. mask: [rows, 1, q_len, keys], 0 or -inf, None when all is visible.
     """
 
     tokens: Tensor | slice
     q_len: int
     slots: Tensor
     mask: Tensor | None
-    kv_lens: tuple[int, ...]
 
 
 class TorchAttention:
@@ -46,11 +45,16 @@ class TorchAttention:
         by_q_len: dict[int, list[int]] = defaultdict(list)
         for row, q_len in enumerate(batch.q_lens):
             by_q_len[q_len].append(row)
+        reads = [self.keys_read(q, kv) for q, kv in zip(batch.q_lens, batch.kv_lens, strict=True)]
         groups = []
         for q_len, rows in by_q_len.items():
-            for part in split_by_length(rows, batch.kv_lens):
+            for part in split_by_length(rows, reads):
                 groups.append(self._group(batch, part, q_len, starts, dtype))
         return groups
+
+    def keys_read(self, q_len: int, kv_len: int) -> int:
+        """Keys that some query of a row can see: all, or with a window the last of them."""
+        return kv_len if self.window is None else min(kv_len, q_len + self.window - 1)
 
     def single_group(self, batch: ForwardBatch, dtype: torch.dtype) -> RowGroup:
         """All rows of a decoding batch in one group, with a mask always and at least two keys: one shape for compiled code."""
@@ -61,25 +65,26 @@ class TorchAttention:
     ) -> RowGroup:
         device = batch.token_ids.device
         kv_lens = np.array([batch.kv_lens[r] for r in rows])
-        longest = max(int(kv_lens.max()), 2 if fixed_form else 1)
+        reads = np.array([self.keys_read(q_len, int(kv)) for kv in kv_lens])
+        first = kv_lens - reads  # keys before it are out of every query's sight and are not read
+        longest = max(int(reads.max()), 2 if fixed_form else 1)
         slots = np.zeros((len(rows), longest), dtype=np.int64)
         for i, r in enumerate(rows):
-            slots[i, : kv_lens[i]] = slots_of(batch.tables[r], batch.block_size, 0, batch.kv_lens[r])
+            slots[i, : reads[i]] = slots_of(batch.tables[r], batch.block_size, int(first[i]), batch.kv_lens[r])
         mask = None
-        windowed = self.window is not None and longest > self.window
-        if fixed_form or q_len > 1 or windowed or kv_lens.min() < longest:
+        if fixed_form or q_len > 1 or reads.min() < longest:
             # bottom-right causal: the last query of a row sees the row's last key
             query = (kv_lens[:, None] - q_len + np.arange(q_len))[:, :, None]  # [rows, q_len, 1] positions
-            key = np.arange(longest)
+            key = first[:, None, None] + np.arange(longest)  # [rows, 1, keys] positions
             visible = key <= query
-            if windowed and self.window is not None:
+            if self.window is not None:
                 visible &= key > query - self.window
             blocked = torch.from_numpy(~visible).to(device)
             mask = torch.zeros(visible.shape, dtype=dtype, device=device).masked_fill_(blocked, float("-inf")).unsqueeze(1)
         tokens: Tensor | slice = slice(int(starts[rows[0]]), int(starts[rows[-1] + 1]))
         if rows != list(range(rows[0], rows[0] + len(rows))):
             tokens = torch.from_numpy((starts[rows][:, None] + np.arange(q_len)).ravel()).to(device)
-        return RowGroup(tokens, q_len, torch.from_numpy(slots).to(device), mask, tuple(int(n) for n in kv_lens))
+        return RowGroup(tokens, q_len, torch.from_numpy(slots).to(device), mask)
 
     def forward(self, q: Tensor, layer: int, store: KVStore, plan: list[RowGroup]) -> Tensor:
         if len(plan) == 1:
@@ -92,7 +97,7 @@ class TorchAttention:
     def work(self, batch: ForwardBatch, plan: list[RowGroup], config: ModelConfig, dtype: torch.dtype) -> Work:
         element = dtype.itemsize
         pairs = sum(visible_pairs(q, kv, self.window) for q, kv in zip(batch.q_lens, batch.kv_lens, strict=True))
-        read = sum(min(kv, q + self.window - 1) if self.window else kv for q, kv in zip(batch.q_lens, batch.kv_lens, strict=True))
+        read = sum(self.keys_read(q, kv) for q, kv in zip(batch.q_lens, batch.kv_lens, strict=True))
         gathered = sum(g.slots.numel() for g in plan)
         queries = batch.num_tokens * config.q_size
         return Work(
@@ -106,7 +111,7 @@ class TorchAttention:
 
 def attend(q: Tensor, layer: int, store: KVStore, group: RowGroup) -> Tensor:
     """One group. q [rows * q_len, heads, head_dim] → the same shape."""
-    k, v = store.read(layer, group.slots)  # [rows, kv_len, kv_heads, head_dim]
+    k, v = store.read(layer, group.slots)  # [rows, keys, kv_heads, head_dim]
     kv_heads, (heads, dim) = k.shape[2], q.shape[1:]
     k, v = k.transpose(1, 2), v.transpose(1, 2)
     if group.q_len == 1:
@@ -119,7 +124,7 @@ def attend(q: Tensor, layer: int, store: KVStore, group: RowGroup) -> Tensor:
     return out.transpose(1, 2).reshape(-1, heads, dim)
 
 
-def split_by_length(rows: list[int], kv_lens: tuple[int, ...]) -> list[list[int]]:
+def split_by_length(rows: list[int], kv_lens: Sequence[int]) -> list[list[int]]:
     """Cut rows into runs of similar length, so that short rows are not padded to the longest one.
 
     Keeps the order where one run is enough."""

@@ -60,7 +60,7 @@ class DecodeStep(nn.Module):
 
         Returns logits [rows, vocab]."""
         batch = ForwardBatch(token_ids, positions, slots, (), (), (), 1, torch.arange(token_ids.shape[0]))
-        group = RowGroup(slice(0, None), 1, kv_slots, mask, ())
+        group = RowGroup(slice(0, None), 1, kv_slots, mask)
         return self.model(batch, PlainKVStore(kv), self.backend, [group])
 
 

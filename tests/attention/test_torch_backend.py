@@ -17,7 +17,7 @@ from torch import Tensor
 from minillm.attention.torch_backend import MAX_PADDING, TorchAttention, split_by_length
 from minillm.cache.kv_store import PlainKVStore
 from minillm.config import ModelConfig
-from minillm.engine.batch import ForwardBatch, Row
+from minillm.engine.batch import ForwardBatch, Row, slots_of
 
 GROUPS = [1, 2, 3, 5, 6, 7, 8]
 HEAD_DIMS = [16, 64, 80, 96, 128, 192]
@@ -177,7 +177,7 @@ def test_rows_padded_to_the_longest_read_no_slot_but_the_null_blocks_first() -> 
     case = make_case([(1, 9), (1, 7), (1, 8)])  # near enough to share one padded gather
     (group,) = TorchAttention().plan(case.batch, torch.float64)
     assert group.slots.shape == (3, 9) and group.slots[1, 7:].tolist() == [0, 0] and group.slots[2, 8:].tolist() == [0]
-    owned = {int(s) for row, n in zip(group.slots, group.kv_lens, strict=True) for s in row[:n]}
+    owned = {int(s) for row, n in zip(group.slots, case.batch.kv_lens, strict=True) for s in row[:n]}
     assert set(group.slots.flatten().tolist()) == owned | {0}
     case.agrees(1e-10)
 
@@ -233,7 +233,19 @@ def test_equal_rows_that_see_everything_need_no_mask() -> None:
     (group,) = TorchAttention().plan(case.batch, torch.float64)
     assert group.mask is None and group.tokens == slice(0, 2)
     (windowed,) = TorchAttention(window=4).plan(case.batch, torch.float64)
-    assert windowed.mask is not None
+    assert windowed.mask is None and windowed.slots.shape == (2, 4), "four keys are read, and all of them are seen"
+
+
+@given(st.lists(st.tuples(st.integers(1, 9), st.integers(0, 40)), min_size=1, max_size=5), st.integers(1, 12))
+@settings(max_examples=60, deadline=None)
+def test_keys_that_no_query_of_a_windowed_row_can_see_are_not_even_read(lengths: list[tuple[int, int]], window: int) -> None:
+    case = make_case([(q, q + before) for q, before in lengths], window=window)
+    plan = TorchAttention(window).plan(case.batch, torch.float64)
+    read = {int(slot) for group in plan for slot in group.slots.flatten()} - {0}
+    seen = set()
+    for q_len, kv_len, table in zip(case.batch.q_lens, case.batch.kv_lens, case.batch.tables, strict=True):
+        seen |= set(slots_of(table, case.batch.block_size, max(0, kv_len - q_len - window + 1), kv_len).tolist())
+    assert read == seen
 
 
 @pytest.mark.parametrize("window", [None, 3])
@@ -242,7 +254,8 @@ def test_the_compiled_forms_single_group_computes_the_same(window: int | None) -
         case = make_case(lengths, group=3, padding=2, window=window)
         backend = TorchAttention(window)
         group = backend.single_group(case.batch, torch.float64)
-        assert group.mask is not None and group.slots.shape[1] == group.mask.shape[3] == max(2, *(k for _, k in lengths))
+        keys = max(2, *(min(k, window or k) for _, k in lengths))
+        assert group.mask is not None and group.slots.shape[1] == group.mask.shape[3] == keys
         torch.testing.assert_close(backend.forward(case.q, 0, case.store, [group]), case.run(), rtol=1e-12, atol=1e-12)
 
 

@@ -367,7 +367,7 @@ def one_row_after_another(q, store, layer, rows):
 def borrows_the_engines(q, store, layer, rows):
     from minillm.attention.torch_backend import RowGroup
 
-    groups = [RowGroup(slice(0, 1), 1, row[None], None, (len(row),)) for row in rows]
+    groups = [RowGroup(slice(0, 1), 1, row[None], None) for row in rows]
     return torch.cat([attend(q[i : i + 1], layer, store, group) for i, group in enumerate(groups)])
 
 
