@@ -139,6 +139,17 @@ class Notebook:
         self.page.get_by_role("menuitem", name="Run", exact=True).click()
         self.page.locator('.lm-Menu [data-command="runmenu:run-all"]').click()
 
+    def cell(self, text: str) -> Any:
+        """The code cell that contains this text, scrolled into view: cells far below are put into the page only then."""
+        found = self.page.locator(".jp-CodeCell", has_text=text).first
+        for _ in range(60):
+            self.page.locator(".jp-NotebookPanel .jp-WindowedPanel-outer").first.evaluate("e => e.scrollBy(0, 600)")
+            if found.count():
+                break
+            self.page.wait_for_timeout(100)
+        found.scroll_into_view_if_needed()
+        return found
+
     def saved(self, executed: bool = True) -> Any:
         """Save, and read the file when every cell has run: cells off the screen are not in the page."""
         deadline = time.monotonic() + WAIT_MS / 1000

@@ -19,13 +19,7 @@ def test_the_panel_of_the_lesson_measures_both_phases_where_the_sliders_stop(ope
     book = open_notebook("2_prefill_decode.ipynb", CHAPTER)
     book.run_all()
     page = book.page
-    panel = page.locator(".jp-CodeCell", has_text="phases_panel(machine, [llm.model").first
-    for _ in range(60):  # cells far below are put into the page when one scrolls there
-        page.locator(".jp-NotebookPanel .jp-WindowedPanel-outer").first.evaluate("e => e.scrollBy(0, 600)")
-        if panel.count():
-            break
-        page.wait_for_timeout(100)
-    panel.scroll_into_view_if_needed()
+    panel = book.cell("phases_panel(machine, [llm.model")
     said, picture = panel.locator(".verdict"), panel.locator(".widget-image").first
 
     def measured(prefill: str, decode: str) -> str:

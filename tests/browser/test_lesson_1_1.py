@@ -18,13 +18,7 @@ def test_the_panel_of_the_lesson_measures_where_the_slider_stops(open_notebook: 
     book = open_notebook("1_kv_cache.ipynb", CHAPTER)
     book.run_all()
     page = book.page
-    panel = page.locator(".jp-CodeCell", has_text="lab.decode_panel(bench").first
-    for _ in range(60):  # cells far below are put into the page when one scrolls there
-        page.locator(".jp-NotebookPanel .jp-WindowedPanel-outer").first.evaluate("e => e.scrollBy(0, 600)")
-        if panel.count():
-            break
-        page.wait_for_timeout(100)
-    panel.scroll_into_view_if_needed()
+    panel = book.cell("lab.decode_panel(bench")
     said, image = panel.locator(".verdict"), panel.locator(".widget-image").first
     expect(said).to_contain_text("position 128, batch 1", timeout=MEASURED_MS)
     expect(said).to_contain_text("factor predicted", timeout=MEASURED_MS)
