@@ -172,6 +172,7 @@ class Notebook:
 def open_notebook(server: Server, browser: Any, request: pytest.FixtureRequest) -> Iterator[Any]:
     """``open_notebook("name.ipynb", [sources])`` writes a notebook into the server's folder and opens it; a Path is copied."""
     opened: list[Notebook] = []
+    shutil.rmtree(server.folder / ".progress", ignore_errors=True)  # every test is a learner who has seen nothing yet
 
     def opener(name: str, cells: list[str] | Path) -> Notebook:
         target = server.folder / name
