@@ -8,6 +8,7 @@ import re
 import shutil
 import subprocess
 import sys
+import sysconfig
 import tomllib
 import zipfile
 from pathlib import Path
@@ -93,7 +94,9 @@ def test_lock_says_when_where_and_how_it_was_made() -> None:
 
 @pytest.mark.skipif(not Path(sys.prefix, ".set-up").exists(), reason="not the environment that `make setup` makes")
 def test_what_runs_here_is_what_was_locked() -> None:
-    installed = {canonicalize_name(d.metadata["Name"]): Version(d.version).public for d in importlib.metadata.distributions()}
+    # only what pip installed: setuptools puts its private copies on sys.path as soon as anything imports it
+    found = importlib.metadata.distributions(path=[sysconfig.get_path("purelib"), sysconfig.get_path("platlib")])
+    installed = {canonicalize_name(d.metadata["Name"]): Version(d.version).public for d in found}
     assert {name: installed.get(name, pin) for name, pin in locked().items()} == locked()
 
 
