@@ -12,6 +12,7 @@ from typing import Any
 
 from rich.console import Console
 
+from minillm.bench import study
 from minillm.bench.engines import ENGINES, OWN, PEERS, REFERENCE, Engine, command, environment, parse_peers, start_task
 from minillm.bench.measures import MEASURES, Measure
 from minillm.bench.report import make_report
@@ -22,6 +23,7 @@ from minillm.model.loader import load_checkpoint
 from minillm.perf.units import check_positive, check_whole
 
 CHECKED_TOKENS = 32
+DEFAULT_ROUNDS = 5
 PROFILED_STEPS = 20
 PIPED_WIDTH = 120
 
@@ -34,7 +36,11 @@ def add_bench_arguments(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     parser.add_argument("--without", action="append", default=[], metavar="ENGINE", help="leave out an engine or a variant of it")
     parser.add_argument("--only", default="", metavar="MEASURES", help=f"some of {','.join(MEASURES)} (default: all)")
-    parser.add_argument("--rounds", type=int, default=5, help="turns of every engine (default 5)")
+    parser.add_argument(
+        "--study", action="append", default=[], metavar="NAME",
+        help=f"no peers: one technique on against off, may be repeated: {', '.join(study.names())}, or all",
+    )  # fmt: skip
+    parser.add_argument("--rounds", type=int, help="turns of every engine (default 5), or rounds of a study (default: its own)")
     parser.add_argument("--threads", type=int, help="threads of every engine (default: all cores)")
     parser.add_argument("--model", default="smollm2-135m", help="smollm2-135m (default), a .gguf file or a model folder")
     parser.add_argument("--timeout", type=float, default=1200.0, help="seconds an engine may take for one answer (default 1200)")
@@ -49,15 +55,17 @@ def run_bench(args: argparse.Namespace) -> int:
     if args.show is not None:
         show(_read(args.show), console)
         return 0
+    if args.json is not None and not args.json.absolute().parent.is_dir():
+        raise ValueError(f"--json {args.json}: there is no folder {args.json.parent}")
+    if args.study:
+        return 0 if study.run_studies(args.study, args.rounds, args.json) else 1
     engines, missing = choose_engines(args.peer, args.without)
     measures = choose_measures(args.only, args.quick)
     threads = _cores() if args.threads is None else args.threads
+    rounds = 1 if args.quick else DEFAULT_ROUNDS if args.rounds is None else args.rounds
     check_whole("threads", threads)
-    check_whole("rounds", args.rounds)
+    check_whole("rounds", rounds)
     check_positive("timeout", args.timeout)
-    if args.json is not None and not args.json.absolute().parent.is_dir():
-        raise ValueError(f"--json {args.json}: there is no folder {args.json.parent}")
-    rounds = 1 if args.quick else args.rounds
     config = load_checkpoint(args.model).config
 
     def launch(engine: Engine) -> tuple[Worker, dict[str, Any]]:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import ipywidgets as w
 
-from minillm.course.panel import claim
+from minillm.course.live import claim
 
 if TYPE_CHECKING:
     from minillm.course.predictions import Prediction

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import html
 import re
 import threading
@@ -12,10 +11,9 @@ from typing import Any, Callable, Mapping
 import ipywidgets as w
 from matplotlib.figure import Figure
 
-from minillm.course.session import headless
+from minillm.course.live import LiveView
 from minillm.course.style import png
 
-_open: dict[str, w.Widget] = {}  # name → the one live widget of that name in this kernel
 _measuring = threading.Lock()  # two measurements at once would disturb each other
 PROGRESS_SECONDS = 0.1  # at most ten progress messages a second
 FIRST_PICTURE_SECONDS = 3.0
@@ -23,34 +21,6 @@ FIRST_PICTURE_SECONDS = 3.0
 
 class Cancelled(Exception):
     """Raised inside a measurement whose controls have moved on."""
-
-
-def close_tree(widget: w.Widget) -> None:
-    """Close a widget with everything that it holds: children, layouts, styles."""
-    for child in getattr(widget, "children", ()):
-        close_tree(child)
-    for name in ("layout", "style"):
-        held = getattr(widget, name, None)
-        if isinstance(held, w.Widget):
-            held.close()
-    w.Widget.close(widget)
-
-
-def claim(name: str, widget: w.Widget) -> Any:
-    """Make ``widget`` the only live one of this name: running a cell again closes the widget of its last run."""
-    old = _open.pop(name, None)
-    if old is not None:
-        close_widget(old)
-    _open[name] = widget
-    return widget
-
-
-def close_widget(widget: w.Widget) -> None:
-    """Close a panel, or any widget with everything that it holds."""
-    if isinstance(widget, Panel):
-        widget.close()
-    else:
-        close_tree(widget)
 
 
 class Job:
@@ -80,7 +50,7 @@ class Job:
             self._report(self, fraction)
 
 
-class Panel(w.VBox):
+class Panel(LiveView):
     """Controls, a picture and a verdict around one measurement.
 
     name: a cell that builds a panel of the same name again replaces this one. controls: name → ipywidgets control.
@@ -94,24 +64,20 @@ class Panel(w.VBox):
         self, name: str, controls: Mapping[str, Any], measure: Callable[..., Any],
         draw: Callable[[dict[str, Any], Any], tuple[Figure | bytes, str]],
     ) -> None:
-        self.name, self.controls = name, dict(controls)
-        self._measure, self._draw, self._headless = measure, draw, headless()
+        self.controls = dict(controls)
+        self._measure, self._draw = measure, draw
         self._state = threading.Condition()
         self._newest: Job | None = None
         self._pending: Job | None = None
-        self._busy = self._closed = False
+        self._busy = False
         self._error: Exception | None = None
-        self.picture = w.Image(format="png", layout=w.Layout(width="min(100%, 770px)"))
-        self.verdict = w.HTML()
         self.bar = w.FloatProgress(0.0, min=0.0, max=1.0, layout=w.Layout(width="14em", height="1em", visibility="hidden"))
         for control in self.controls.values():
             if control.has_trait("continuous_update"):
                 control.continuous_update = False  # measure where the slider stops, not everywhere it passes
             control.layout.width = control.layout.width or "24em"
             control.observe(self._moved, "value")
-        row = w.HBox([*self.controls.values(), self.bar], layout=w.Layout(flex_flow="row wrap"))
-        super().__init__([row, self.verdict, self.picture])
-        claim(name, self)
+        super().__init__(name, [*self.controls.values(), self.bar])
         self._moved()
 
     def __getitem__(self, control: str) -> Any:
@@ -131,7 +97,7 @@ class Panel(w.VBox):
             raise error
 
     def close(self) -> None:
-        """Cancel what runs and close every widget of the panel. ipywidgets calls this again when the object is collected."""
+        """Cancel what runs and close every widget of the panel."""
         with self._state:
             if self._closed:
                 return
@@ -140,9 +106,7 @@ class Panel(w.VBox):
                 self._newest.cancel()
         for control in self.controls.values():
             control.unobserve(self._moved, "value")
-        if _open.get(self.name) is self:
-            del _open[self.name]
-        close_tree(self)
+        super().close()
 
     def _moved(self, _: Any = None) -> None:
         job = Job(self.values, self._progressed)
@@ -205,16 +169,9 @@ class Panel(w.VBox):
             if job is self._newest and not self._closed:
                 self.bar.value, self.bar.layout.visibility = fraction, visibility
 
-    def __repr__(self) -> str:
-        return f"{self.name}: a live panel; run this cell in JupyterLab to move its controls"
-
-    def _repr_mimebundle_(self, **kwargs: Any) -> Any:
-        """The live view where somebody can use it; the picture and a line of text always, for readers on the web."""
+    def settle(self) -> None:
+        """Without a front end, wait for the measurement; with one, for the prediction's picture, drawn within a moment."""
         if self._headless:
             self.wait()
-        with self._state:  # the prediction's picture is drawn within a moment; the saved notebook shall hold it
+        with self._state:
             self._state.wait_for(lambda: bool(self.picture.value) or not self._busy, FIRST_PICTURE_SECONDS)
-        live = {} if self._headless else super()._repr_mimebundle_(**kwargs) or {}
-        data = live[0] if isinstance(live, tuple) else live
-        still = {"image/png": base64.b64encode(self.picture.value).decode()} if self.picture.value else {}
-        return {**data, "text/plain": repr(self), **still}

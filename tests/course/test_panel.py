@@ -10,7 +10,9 @@ import pytest
 from ipywidgets.widgets.widget import _instances
 from matplotlib.figure import Figure
 
-from minillm.course.panel import Job, Panel, claim
+from minillm.course import live
+from minillm.course.live import claim
+from minillm.course.panel import Job, Panel
 from minillm.course.plots import bars
 
 SECONDS = 30  # limit of every wait in these tests
@@ -20,10 +22,8 @@ SECONDS = 30  # limit of every wait in these tests
 def no_panel_outlives_its_test():
     before = set(_instances)
     yield
-    from minillm.course import panel
-
-    for widget in list(panel._open.values()):
-        panel.close_widget(widget)
+    for widget in list(live._open.values()):
+        live.close_widget(widget)
     assert set(_instances) <= before, "widgets outlived the panel"
 
 
