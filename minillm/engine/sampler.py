@@ -27,8 +27,8 @@ def sample(logits: Tensor, requests: Sequence[Request]) -> list[Sampled]:
     tokens = most_likely(logits)
     for i, request in enumerate(requests):
         if request.params.temperature > 0:
-            tokens[i] = draw(logits[i], request)
-    return [Sampled(t, _logprobs(logits[i], t, r.params.logprobs)) for i, (t, r) in enumerate(zip(tokens, requests, strict=True))]
+            tokens[i] = draw(logits[i], request, request.num_tokens)
+    return [Sampled(t, logprobs_of(row, t, r.params.logprobs)) for row, t, r in zip(logits, tokens, requests, strict=True)]
 
 
 def most_likely(logits: Tensor) -> list[int]:
@@ -46,11 +46,11 @@ def most_likely(logits: Tensor) -> list[int]:
     return tokens
 
 
-def draw(row: Tensor, request: Request) -> int:
-    """One token of row [vocab] under the request's parameters."""
+def draw(row: Tensor, request: Request, position: int) -> int:
+    """The token at this position of the request, from row [vocab] under its parameters."""
     params = request.params
     ids, probs = distribution(row, params.temperature, params.top_k, params.top_p)
-    return pick(ids, probs, uniform(request.seed, request.num_tokens))
+    return pick(ids, probs, uniform(request.seed, position))
 
 
 def distribution(row: Tensor, temperature: float, top_k: int = 0, top_p: float = 1.0) -> tuple[Tensor | None, Tensor]:
@@ -99,12 +99,12 @@ def pick(ids: Tensor | None, probs: Tensor, u: float) -> int:
     return index if ids is None else int(ids[index])
 
 
-def uniform(seed: int, position: int) -> float:
-    """A number in [0, 1) that belongs to (seed, position): a counter-based generator (Salmon et al. 2011) has no state."""
-    return float(np.random.Generator(np.random.Philox(key=seed, counter=position)).random())
+def uniform(seed: int, position: int, stream: int = 0) -> float:
+    """A number in [0, 1) that belongs to seed, position, stream: a counter-based generator (Salmon et al. 2011) has no state."""
+    return float(np.random.Generator(np.random.Philox(key=seed, counter=position + (stream << 64))).random())
 
 
-def _logprobs(row: Tensor, token: int, n: int | None) -> dict[int, float] | None:
+def logprobs_of(row: Tensor, token: int, n: int | None) -> dict[int, float] | None:
     """Log-probabilities under the model itself, before temperature and filters; the chosen token first."""
     if n is None:
         return None

@@ -1,0 +1,60 @@
+"""The accept rule: which drafted tokens the model would have said itself. It never changes the distribution of the answer."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from minillm.engine.request import Request
+from minillm.engine.sampler import Sampled, distribution, draw, logprobs_of, most_likely, pick, uniform
+from minillm.spec.proposer import Draft
+
+ACCEPT, RESIDUAL = 1, 2
+"""Streams of random numbers beside the sampler's stream 0: one decides acceptance, one draws what replaces a refused token."""
+
+
+def verify(logits: Tensor, request: Request, draft: Draft) -> list[Sampled]:
+    """The request's next tokens: the accepted part of the draft, and one more that the model gives for free.
+
+    logits: [len(draft) + 1, vocab]; row i is the model's answer after i drafted tokens. Between 1 and len(draft) + 1 tokens.
+
+    A certain draft (no probs) is accepted where it equals the token that the model samples there anyway: it is accepted with the
+    model's probability of it, and every token is the one that decoding without drafts gives. A drawn draft x ~ q is accepted with
+    probability min(1, p(x) / q(x)), else the token is drawn from max(0, p - q), normalised (Leviathan et al. 2022,
+    arXiv 2211.17192; Chen et al. 2023, arXiv 2302.01318): the distribution is the model's, the single tokens may differ.
+    """
+    if logits.shape[0] != len(draft) + 1:
+        raise ValueError(f"a draft of {len(draft)} tokens is verified by {len(draft) + 1} rows of logits, got {logits.shape[0]}")
+    params, out = request.params, []
+    greedy = most_likely(logits) if params.temperature == 0 else []
+    for i in range(len(draft) + 1):
+        position = request.num_tokens + i
+        if i == len(draft) or params.temperature == 0 or draft.probs is None:
+            token = greedy[i] if params.temperature == 0 else draw(logits[i], request, position)
+            accepted = i < len(draft) and token == draft.token_ids[i]
+        else:
+            p = dense_distribution(logits[i], request)
+            token, accepted = accept_or_replace(p, draft.probs[i], draft.token_ids[i], request.seed, position)
+        out.append(Sampled(token, logprobs_of(logits[i], token, params.logprobs)))
+        if not accepted:
+            break
+    return out
+
+
+def accept_or_replace(p: Tensor, q: Tensor, token: int, seed: int, position: int) -> tuple[int, bool]:
+    """One position: token was drawn from q; (the token that stands there, whether it is the drafted one). p, q: [vocab] float64.
+
+    Always a token of positive p, also where q has mass and p has none."""
+    if uniform(seed, position, ACCEPT) * float(q[token]) < float(p[token]):
+        return token, True
+    residual = (p - q).clamp(min=0)
+    if not float(residual.sum()) > 0:  # p and q are equal up to rounding: then any draw from p is right
+        residual = p
+    return pick(None, residual, uniform(seed, position, RESIDUAL)), False
+
+
+def dense_distribution(row: Tensor, request: Request) -> Tensor:
+    """What the request's parameters make of row [vocab]: float64 probabilities over the whole vocabulary."""
+    params = request.params
+    ids, probs = distribution(row, params.temperature, params.top_k, params.top_p)
+    return probs if ids is None else torch.zeros(len(row), dtype=probs.dtype, device=row.device).scatter_(0, ids, probs)
