@@ -179,6 +179,7 @@ class EngineConfig:
     batching: "continuous"; "static" admits a batch, pads it and waits for its slowest request.
     kv_store: "plain", or a callable (config, num_slots, dtype, device) that makes a KVStore: a class of one's own.
     attention_backend, prefix_cache, quantization: a name, or an object that implements the seam.
+    prefix_cache: "none"; "hash" (a table of blocks) or "radix" (a tree) keep what finished and running requests computed.
     compile: compile the decode step ahead of time (a minute the first time, kept on disk).
     """
 
@@ -222,9 +223,9 @@ class EngineConfig:
             parts = ("plan", "forward", "work")
             _check_parts("attention_backend", self.attention_backend, parts, "a name or an AttentionBackend")
         if isinstance(self.prefix_cache, str):
-            _check_choice("prefix_cache", self.prefix_cache, ("none",))
+            _check_choice("prefix_cache", self.prefix_cache, ("none", "hash", "radix"))
         else:
-            _check_parts("prefix_cache", self.prefix_cache, ("match", "insert", "holds", "evict"), "'none' or a PrefixCache")
+            _check_parts("prefix_cache", self.prefix_cache, ("match", "insert", "holds", "evict"), "a name or a PrefixCache")
         if self.quantization is not None:
             _check_parts("quantization", self.quantization, ("pack", "apply", "unpack"), "None or a LinearMethod")
         if isinstance(self.seed, bool) or not isinstance(self.seed, int) or self.seed < 0:

@@ -224,6 +224,7 @@ def engine_options(draw, needed: int) -> dict[str, Any]:
         "batching": draw(st.sampled_from(["continuous", "continuous", "static"])),
         "max_num_batched_tokens": max(budget, needed) if kind == "none" else budget,
         "max_num_seqs": draw(st.sampled_from([1, 2, 3, 5, 8, 8])),
+        "prefix_cache": draw(st.sampled_from(["none", "hash", "radix"])) if kind == "paged" else "none",
     }  # fmt: skip
 
 

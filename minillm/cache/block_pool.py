@@ -23,6 +23,7 @@ class BlockPool:
         self._free = deque(range(1, num_blocks + 1))
         self._refs = [0] * (num_blocks + 1)
         self._cached: set[int] = set()
+        self._total_refs = 0
 
     @property
     def num_free(self) -> int:
@@ -36,6 +37,20 @@ class BlockPool:
     def num_referenced(self) -> int:
         return self.num_blocks - len(self._free) - len(self._cached)
 
+    @property
+    def num_shared(self) -> int:
+        """References beyond the first of each block: what sharing saves."""
+        return self._total_refs - self.num_referenced
+
+    @property
+    def free_blocks(self) -> tuple[int, ...]:
+        """In the order in which they will be handed out."""
+        return tuple(self._free)
+
+    @property
+    def cached_blocks(self) -> tuple[int, ...]:
+        return tuple(sorted(self._cached))
+
     def ref_count(self, block: int) -> int:
         return self._refs[block]
 
@@ -46,6 +61,7 @@ class BlockPool:
         blocks = [self._free.popleft() for _ in range(n)]
         for block in blocks:
             self._refs[block] = 1
+        self._total_refs += n
         return blocks
 
     def acquire(self, blocks: Iterable[int]) -> None:
@@ -54,6 +70,7 @@ class BlockPool:
             if self._refs[block] == 0:
                 self._cached.remove(block)
             self._refs[block] += 1
+            self._total_refs += 1
 
     def release(self, blocks: Iterable[int], keep: Iterable[int] = ()) -> list[int]:
         """Drop one reference each, tail first, so that a prefix outlives what follows it. Unreferenced blocks become
@@ -63,6 +80,7 @@ class BlockPool:
             if self._refs[block] < 1:
                 raise RuntimeError(f"block {block} was released more often than it was acquired")
             self._refs[block] -= 1
+            self._total_refs -= 1
             if self._refs[block] == 0:
                 if block in kept:
                     self._cached.add(block)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Iterable
+
 from minillm.cache.block_pool import BlockPool
 from minillm.cache.prefix import PrefixCache
+from minillm.cache.snapshot import CacheSnapshot
 from minillm.engine.request import Request
 
 
@@ -27,6 +30,13 @@ class CacheManager:
         """Cached blocks for a request without KV. One token is always left to compute: its logits are needed."""
         blocks = list(self.prefix.match(request.token_ids[: request.num_tokens - 1]))
         return blocks[: (request.num_tokens - 1) // self.block_size]
+
+    def cached_tokens(self, request: Request) -> int:
+        """Tokens that match would spare a request without KV; asking changes nothing where the cache can peek."""
+        ids = request.token_ids[: request.num_tokens - 1]
+        peek = getattr(self.prefix, "peek", None)
+        blocks = peek(ids) if peek else len(self.prefix.match(ids))
+        return min(blocks, len(ids) // self.block_size) * self.block_size
 
     def allocate(self, request: Request, num_tokens: int, matched: list[int] | None = None) -> list[int] | None:
         """Let the request hold KV for num_tokens tokens; matched blocks come first in the table of a request that has none.
@@ -52,9 +62,42 @@ class CacheManager:
         if 0 < missing <= cached:
             self.pool.uncache(self.prefix.evict(missing, lambda b: self.pool.ref_count(b) == 0 and b not in protected))
 
+    def offer_prompt(self, request: Request) -> None:
+        """Let others find the full blocks of a computed prompt while its request still runs; once, until it loses its KV.
+
+        Where the cache keeps another copy of a block, the request moves to that one and gives its own back: what a request holds
+        is then held from the beginning of the prefix on.
+        """
+        full = min(request.num_computed_tokens, request.prompt_len) // self.block_size
+        if request.prompt_offered or not full:
+            return
+        request.prompt_offered = True
+        ids = request.token_ids[: full * self.block_size]
+        self.prefix.insert(ids, request.blocks[:full])
+        for i, kept in enumerate(list(self.prefix.match(ids))[:full]):
+            mine = request.blocks[i]
+            if kept != mine:
+                self.pool.acquire([kept])
+                request.blocks[i] = kept
+                self.pool.release([mine], keep=[mine] if self.prefix.holds(mine) else [])
+
+    def snapshot(self, requests: Iterable[Request] = ()) -> CacheSnapshot:
+        """Who holds which block now. requests: those whose tables are wanted."""
+        pool, tree = self.pool, getattr(self.prefix, "tree", None)
+        requests = list(requests)
+        return CacheSnapshot(
+            block_size=self.block_size, num_blocks=pool.num_blocks,
+            tables={r.request_id: tuple(r.blocks) for r in requests},
+            computed={r.request_id: r.num_computed_tokens for r in requests},
+            ref_counts=tuple(pool.ref_count(b) for b in range(pool.num_blocks + 1)),
+            free=pool.free_blocks, cached=pool.cached_blocks,
+            tree=tree(lambda b: pool.ref_count(b) > 0) if tree else None,
+        )  # fmt: skip
+
     def free(self, request: Request) -> None:
         """Take all blocks back. Full blocks of computed tokens are offered to the prefix cache first."""
         blocks, request.blocks = request.blocks, []
+        request.prompt_offered = False
         keep: list[int] = []
         try:
             full = request.num_computed_tokens // self.block_size

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
 from dataclasses import dataclass, replace
@@ -13,8 +14,10 @@ from minillm.attention.torch_backend import TorchAttention, precision_name
 from minillm.cache.block_pool import BlockPool
 from minillm.cache.kv_store import KVStore, PlainKVStore
 from minillm.cache.manager import CacheManager
-from minillm.cache.prefix import NoPrefixCache
+from minillm.cache.prefix import HashPrefixCache, NoPrefixCache, PrefixCache
+from minillm.cache.radix import RadixPrefixCache
 from minillm.cache.sizing import pool_size
+from minillm.cache.snapshot import CacheSnapshot
 from minillm.config import EngineConfig
 from minillm.engine.admission import Admission, TokenizerLike
 from minillm.engine.compiled import CompiledDecode, CompileUnavailable
@@ -28,6 +31,7 @@ from minillm.perf.meter import Meter, StepCounts
 from minillm.sampling_params import MAX_SEED, SamplingParams
 
 log = logging.getLogger("minillm")
+PREFIX_CACHES = {"hash": HashPrefixCache, "radix": RadixPrefixCache}
 SCHEDULERS = {"continuous": Scheduler, "static": StaticScheduler}
 
 
@@ -50,9 +54,10 @@ class Engine:
         if self.max_model_len > config.max_position:
             raise ValueError(f"max_model_len {self.max_model_len} is above the model's {config.max_position} positions")
         keep_kv = options.kv_cache != "none"
-        prefix = NoPrefixCache() if options.prefix_cache == "none" else options.prefix_cache
         if not keep_kv and options.prefix_cache != "none":
             raise ValueError("kv_cache='none' keeps no KV that a prefix cache could serve; leave prefix_cache='none'")
+        if options.kv_cache == "contiguous" and options.prefix_cache != "none":
+            raise ValueError("kv_cache='contiguous' has one strip a request, which no other can share; leave prefix_cache='none'")
         backend = (
             TorchAttention(config.sliding_window) if isinstance(options.attention_backend, str) else options.attention_backend
         )
@@ -61,7 +66,7 @@ class Engine:
         self.pool_size = pool_size(options, token_bytes, self.max_model_len, model.device)
         block_size, num_blocks = self.pool_size.block_size, self.pool_size.num_blocks
         self.store = self._make_store((num_blocks + 1) * block_size, shared=not keep_kv)
-        self.cache = CacheManager(BlockPool(num_blocks), prefix, block_size)
+        self.cache = CacheManager(BlockPool(num_blocks), self._make_prefix(block_size), block_size)
         self.scheduler = SCHEDULERS[options.batching](self.cache, options.max_num_seqs, options.max_num_batched_tokens, keep_kv)
         recompute_limit = None if keep_kv else options.max_num_batched_tokens
         self.admission = Admission(tokenizer, config.vocab_size, self.max_model_len, self.cache.capacity, recompute_limit)
@@ -94,6 +99,13 @@ class Engine:
         if store.num_slots != num_slots:
             raise ValueError(f"kv_store was asked for {num_slots} slots and made {store.num_slots!r}")
         return store
+
+    def _make_prefix(self, block_size: int) -> PrefixCache:
+        chosen = self.options.prefix_cache
+        if chosen == "none":
+            return NoPrefixCache()
+        cache: PrefixCache = PREFIX_CACHES[chosen](block_size) if isinstance(chosen, str) else chosen
+        return cache
 
     def _compile(self, backend: object) -> CompiledDecode | None:
         if type(backend) is not TorchAttention or type(self.store) is not PlainKVStore:
@@ -180,6 +192,7 @@ class Engine:
         faults = []
         for s, token in zip(result.sampled, tokens, strict=True):
             try:
+                self.cache.offer_prompt(s.request)
                 self._held.append(self._advance(s.request, token))
             except Exception as fault:  # a tokenizer or prefix cache of somebody's own: it ends its request, not the others'
                 self._drop(s.request)
@@ -189,11 +202,16 @@ class Engine:
         if faults:
             raise faults[0]
 
+    def cache_snapshot(self) -> CacheSnapshot:
+        """Block tables of the running requests, who holds which block, and the tree of the prefix cache."""
+        return self.cache.snapshot(self.scheduler.running)
+
     def _drop(self, request: Request) -> None:
         """Forget a request that cannot go on; it gives no output."""
         self._live.pop(request.request_id, None)
         if request.status is not Status.FINISHED:
-            self.scheduler.finish(request, "abort")
+            with contextlib.suppress(Exception):  # what failed once may fail again; the blocks come back either way
+                self.scheduler.finish(request, "abort")
 
     def abort(self, request_id: str) -> RequestOutput | None:
         """End a request now; its blocks are free again. Returns what it had, its undelivered outputs included, or None if no such
@@ -263,5 +281,6 @@ class Engine:
     def _kv_bytes(self, computing: int = 0) -> tuple[int, int]:
         """Bytes of KV allocated and live, now or while a step computes that many tokens."""
         allocated = self.cache.pool.num_referenced * self.cache.block_size
-        live = sum(r.num_computed_tokens for r in self.scheduler.running) + computing
+        shared = self.cache.pool.num_shared * self.cache.block_size
+        live = sum(r.num_computed_tokens for r in self.scheduler.running) + computing - shared
         return allocated * self.store.bytes_per_token, live * self.store.bytes_per_token

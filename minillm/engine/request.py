@@ -43,7 +43,7 @@ class Request:
 
     token_ids: prompt, then every sampled token. num_computed_tokens: how many of them have their KV in ``blocks``.
     A step lets the second number catch up with the first; whoever takes KV away (preemption, a cache that keeps nothing) lowers
-    it.
+    it. prompt_offered: whether the prefix cache has been offered the blocks of the prompt that it holds now.
     """
 
     request_id: str
@@ -56,6 +56,7 @@ class Request:
     num_computed_tokens: int = 0
     num_cached_tokens: int = 0
     blocks: list[int] = field(default_factory=list)
+    prompt_offered: bool = False
     status: Status = Status.WAITING
     finish_reason: str | None = None
     logprobs: list[dict[int, float]] = field(default_factory=list)

@@ -134,6 +134,7 @@ def test_preemption_shows_as_tokens_computed_twice():
 @given(st.data(), workloads(greedy_params()))
 def test_equal_runs_give_equal_needles_and_a_difference_is_the_second_run_alone(data, work):
     options = data.draw(engine_options(max(slots_needed(p, s) for p, s in work)))
+    options["prefix_cache"] = "none"  # it is there to change the next run
 
     def run(engine):
         for prompt, params in work:
@@ -148,6 +149,19 @@ def test_equal_runs_give_equal_needles_and_a_difference_is_the_second_run_alone(
     assert second - first == first, "a run leaves nothing behind that changes the next"
     engine.meter.reset()
     assert run(engine) == first
+
+
+@pytest.mark.parametrize("kind", ["hash", "radix"])
+def test_tokens_that_two_requests_share_are_live_once(kind):
+    engine = tiny_engine(prefix_cache=kind, num_blocks=20)
+    prompt = list(range(2, 11))  # two blocks and one token
+    for _ in range(3):
+        engine.add_request(prompt, SamplingParams(max_tokens=3, ignore_eos=True))
+    engine.step()
+    per_token = engine.store.bytes_per_token
+    assert engine.meter.kv_live_bytes == (8 + 3) * per_token and engine.meter.kv_allocated_bytes == (2 + 3) * 4 * per_token
+    run_to_end(engine)
+    assert engine.meter.kv_live_bytes == engine.meter.kv_allocated_bytes == 0
 
 
 def test_a_snapshot_does_not_move_and_reset_keeps_what_is_held():

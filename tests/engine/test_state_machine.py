@@ -59,16 +59,17 @@ class Sent:
 
 class EngineMachine(RuleBasedStateMachine):
     @initialize(
-        group=st.sampled_from(GROUPS), window=st.sampled_from(WINDOWS), options=engine_options(needed=18), cached=st.booleans()
+        group=st.sampled_from(GROUPS), window=st.sampled_from(WINDOWS), options=engine_options(needed=18), own=st.booleans()
     )
-    def build(self, group, window, options, cached):
+    def build(self, group, window, options, own):
         self.model = (group, window)
-        self.cached = cached and options["kv_cache"] == "paged"
+        if own and options["prefix_cache"] == "hash":  # somebody's own object at the seam
+            options["prefix_cache"] = DictPrefixCache(options["block_size"])
+        self.cached = options["prefix_cache"] != "none"
         if options["kv_cache"] == "contiguous":  # a strip is as long as this engine's requests
             options["num_blocks"] = 2 * -(-MAX_MODEL_LEN // options["block_size"])
-        prefix = DictPrefixCache(options["block_size"]) if self.cached else "none"
         self.backend = WatchedAttention(window)
-        config = EngineConfig(**options, prefix_cache=prefix, attention_backend=self.backend, max_model_len=MAX_MODEL_LEN)
+        config = EngineConfig(**options, attention_backend=self.backend, max_model_len=MAX_MODEL_LEN)
         self.engine = Engine(tiny_model(*self.model), TOKENIZER, config)
         poison_freed_blocks(self.engine)
         self.sent: dict[str, Sent] = {}
@@ -205,8 +206,17 @@ class EngineMachine(RuleBasedStateMachine):
         assert pool.num_free + pool.num_referenced + pool.num_cached == pool.num_blocks
         tables = Counter(b for r in scheduler.running for b in r.blocks)
         assert all(pool.ref_count(b) == n for b, n in tables.items()) and pool.num_referenced == len(tables)
+        assert pool.num_shared == sum(n - 1 for n in tables.values())
         assert 0 not in tables and not any(r.blocks for r in scheduler.waiting)
-        if not self.cached:
+        if self.cached:
+            held = [b for b in range(1, pool.num_blocks + 1) if self.engine.cache.prefix.holds(b)]
+            assert [b for b in held if not pool.ref_count(b)] == list(pool.cached_blocks), "kept and held by nobody: cached"
+            shot = self.engine.cache_snapshot()
+            if shot.tree is not None:
+                assert set(shot.kept) <= set(held) and len(set(shot.kept)) == len(shot.kept)
+            if self.engine.options.prefix_cache == "radix":
+                assert shot.evictable_tokens == pool.num_cached * self.engine.cache.block_size
+        else:
             assert set(tables.values()) <= {1} and pool.num_cached == 0
         for r in scheduler.running:
             assert len(r.blocks) >= self.engine.cache.blocks_for(r.num_computed_tokens)
