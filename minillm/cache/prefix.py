@@ -167,9 +167,11 @@ class HashPrefixCache:
         self._uses += 1
         for entry in reversed(path):  # the beginning last: it outlives what follows it
             entry.last_use = self._uses
-            self._in_use.discard(entry.block)
-            self._order[entry.block] = None
-            self._order.move_to_end(entry.block)
+            if entry.block in self._order:
+                self._order.move_to_end(entry.block)
+            else:
+                self._order[entry.block] = None
+                self._in_use.discard(entry.block)
 
     def _evict(self, n: int, evictable: Callable[[int], bool], gone: list[int]) -> None:
         while len(gone) < n and self._order:
