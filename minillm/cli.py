@@ -77,6 +77,7 @@ def _add_model_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", default="auto", help="auto (default), cpu or cuda")
     parser.add_argument("--max-model-len", type=int, help="tokens of prompt and answer together (default: the model's limit)")
     parser.add_argument("--kv-cache", default="paged", help="paged (default), contiguous, or none: recompute everything")
+    parser.add_argument("--prefix-cache", help="none, hash or radix: keep what was computed for later prompts that begin alike")
     parser.add_argument(
         "--compile", action="store_true", help="compile the decode step: a minute or two the first time, then kept"
     )
@@ -102,6 +103,7 @@ def _load(args: argparse.Namespace) -> Any:
         device=args.device,
         max_model_len=args.max_model_len,
         kv_cache=args.kv_cache,
+        prefix_cache=args.prefix_cache or "none",
         compile=args.compile,
     )
     if llm.tokenizer is None:
@@ -142,6 +144,8 @@ def run_generate(args: argparse.Namespace) -> int:
 
 def run_chat(args: argparse.Namespace) -> int:
     params = _params(args)
+    if args.prefix_cache is None and args.kv_cache == "paged":
+        args.prefix_cache = "radix"  # every turn begins with all that was said before
     llm = _load_to_chat(args)
     messages = [{"role": "system", "content": args.system}] if args.system else []
     print(f"{llm.model.config.name}. An empty line ends.", file=sys.stderr)

@@ -18,7 +18,7 @@ import safetensors.torch
 import tokenizers
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 
-from minillm import LLM, ModelConfig, SamplingParams, Transformer
+from minillm import LLM, ModelConfig, SamplingParams, Transformer, cli
 from minillm.cli import build_parser, main
 from minillm.model.transformer import expected_shapes
 from minillm.perf.hardware import Machine
@@ -211,9 +211,22 @@ def test_chat_template_system_prompt_and_end_of_turn(run: Run, llm: LLM) -> None
     assert run("generate", "Hello", "--chat", "--max-tokens", "9") == (0, answer + "\n", "")
 
 
-@pytest.mark.parametrize("option", [["--kv-cache", "none"], ["--kv-cache", "contiguous"], ["--max-model-len", "99"]])
-def test_engine_options_do_not_change_the_text(run: Run, option: list[str]) -> None:
-    assert run("generate", "Hello", "--max-tokens", "9", *option) == run("generate", "Hello", "--max-tokens", "9")
+@pytest.mark.parametrize("option", ["--kv-cache none", "--kv-cache contiguous", "--max-model-len 99", "--prefix-cache hash"])
+def test_engine_options_do_not_change_the_text(run: Run, option: str) -> None:
+    assert run("generate", "Hello", "--max-tokens", "9", *option.split()) == run("generate", "Hello", "--max-tokens", "9")
+
+
+@pytest.mark.parametrize("words, reused", [([], True), (["--prefix-cache", "none"], False), (["--kv-cache", "none"], False)])
+def test_a_turn_of_a_chat_reuses_the_turns_before_it(
+    run: Run, monkeypatch: pytest.MonkeyPatch, words: list[str], reused: bool
+) -> None:
+    loaded: list[Any] = []
+    load = cli._load
+    monkeypatch.setattr(cli, "_load", lambda args: loaded.append(load(args)) or loaded[0])
+    lines = iter(["Hello there, how are you this fine day", "And you", ""])
+    monkeypatch.setattr("builtins.input", lambda _: next(lines))
+    assert run("chat", "--max-tokens", "4", *words)[0] == 0
+    assert (loaded[0].meter.prefix_tokens > 0) is reused
 
 
 def test_meter_prints_the_needles_after_the_text(run: Run) -> None:
@@ -237,6 +250,7 @@ MISTAKES: dict[str, tuple[list[str], str]] = {
     "prompt too long": (["generate", "x" * 20, "--max-model-len", "20"], "prompt has 20 tokens"),
     "context too long": (["generate", "x", "--max-model-len", "5000"], "max_model_len 5000 is above the model's 4096 positions"),
     "kind of cache": (["generate", "x", "--kv-cache", "pagd"], "kv_cache must be one of 'paged', 'contiguous', 'none', got"),
+    "prefix cache": (["generate", "x", "--prefix-cache", "tree"], "prefix_cache must be one of 'none', 'hash', 'radix', got"),
     "negative temperature": (["generate", "x", "--temperature", "-1"], "temperature must be at least 0"),
     "no number": (["generate", "x", "--temperature", "nan"], "temperature must be a finite number"),
     "top-p": (["generate", "x", "--top-p", "1.5"], "top_p must be above 0 and at most 1, got 1.5"),
