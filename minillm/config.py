@@ -176,7 +176,10 @@ class EngineConfig:
     max_num_seqs: requests that run at once. max_num_batched_tokens: the token budget of one step.
     block_size: tokens per KV block. num_blocks or kv_memory (bytes): size of the KV pool; both None picks a default.
     kv_cache: "paged"; "contiguous" reserves one strip of max_model_len per request; "none" recomputes everything.
-    batching: "continuous"; "static" admits a batch, pads it and waits for its slowest request.
+    batching: "continuous"; "sequential" runs one request at a time; "static" admits a batch, pads it and waits for its slowest
+        request; "static-sorted" does so with requests of similar max_tokens; or an object with ``grants`` (BatchingPolicy).
+    prefill: "chunked" gives prompts what decoding requests leave of the budget; "first" lets everyone wait for them.
+    queue_order: "arrival"; "cache" starts waiting requests with the longest cached prefix first, within bounds.
     kv_store: "plain", or a callable (config, num_slots, dtype, device) that makes a KVStore: a class of one's own.
     attention_backend, prefix_cache, quantization: a name, or an object that implements the seam.
     prefix_cache: "none"; "hash" (a table of blocks) or "radix" (a tree) keep what finished and running requests computed.
@@ -193,7 +196,9 @@ class EngineConfig:
     num_blocks: int | None = None
     kv_memory: int | None = None
     kv_cache: Literal["paged", "contiguous", "none"] = "paged"
-    batching: Literal["continuous", "static"] = "continuous"
+    batching: Any = "continuous"
+    prefill: Literal["chunked", "first"] = "chunked"
+    queue_order: Literal["arrival", "cache"] = "arrival"
     kv_store: Any = "plain"
     attention_backend: Any = "auto"
     prefix_cache: Any = "none"
@@ -201,12 +206,14 @@ class EngineConfig:
     compile: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("dtype", "device", "kv_cache", "batching"):
+        for name in ("dtype", "device", "kv_cache", "prefill", "queue_order"):
             if not isinstance(getattr(self, name), str):
                 raise ValueError(f"{name} must be a string, got {getattr(self, name)!r:.60}")
         _check_choice("dtype", self.dtype, ("auto", *DTYPES))
         _check_choice("kv_cache", self.kv_cache, ("paged", "contiguous", "none"))
-        _check_choice("batching", self.batching, ("continuous", "static"))
+        _check_choice("prefill", self.prefill, ("chunked", "first"))
+        _check_choice("queue_order", self.queue_order, ("arrival", "cache"))
+        self._check_batching()
         _check_count(
             max_model_len=self.max_model_len, max_num_seqs=self.max_num_seqs, block_size=self.block_size,
             max_num_batched_tokens=self.max_num_batched_tokens, num_blocks=self.num_blocks, kv_memory=self.kv_memory,
@@ -232,6 +239,17 @@ class EngineConfig:
             raise ValueError(f"seed must be a whole number of at least 0, got {self.seed!r}")
         if not isinstance(self.compile, bool):
             raise ValueError(f"compile must be True or False, got {self.compile!r}")
+
+    def _check_batching(self) -> None:
+        if isinstance(self.batching, str):
+            _check_choice("batching", self.batching, ("sequential", "static", "static-sorted", "continuous"))
+            if self.batching == "static-sorted" and self.queue_order != "arrival":
+                raise ValueError(f"batching='static-sorted' orders by length; queue_order={self.queue_order!r} cannot hold")
+            return
+        _check_parts("batching", self.batching, ("grants",), "a name or a BatchingPolicy")
+        _check_choice("order of the batching policy", getattr(self.batching, "order", "arrival"), ("arrival", "length", "cache"))
+        if self.prefill != "chunked":
+            raise ValueError(f"a batching policy of one's own decides who computes prompts; prefill={self.prefill!r} cannot hold")
 
     @classmethod
     def from_options(cls, **options: Any) -> "EngineConfig":

@@ -209,6 +209,19 @@ def workloads(draw, params: st.SearchStrategy[SamplingParams], max_requests: int
     return work
 
 
+policies = st.one_of(
+    st.fixed_dictionaries(
+        {
+            "batching": st.sampled_from(["continuous", "static", "sequential"]), "prefill": st.sampled_from(["chunked", "first"]),
+            "queue_order": st.sampled_from(["arrival", "cache"]),
+        }
+    ),
+    st.fixed_dictionaries({"batching": st.just("static-sorted"), "prefill": st.sampled_from(["chunked", "first"])}),
+    st.just({"batching": "continuous"}),
+)  # fmt: skip
+"""Options of every batching policy."""
+
+
 @st.composite
 def engine_options(draw, needed: int) -> dict[str, Any]:
     """Any engine that can serve requests of up to ``needed`` slots; pools are small, so that requests push each other out."""
@@ -221,7 +234,7 @@ def engine_options(draw, needed: int) -> dict[str, Any]:
         num_blocks = -(-needed // block_size) + draw(st.sampled_from([0, 0, 1, 2, 6]))
     return {
         "kv_cache": kind, "block_size": block_size, "num_blocks": num_blocks,
-        "batching": draw(st.sampled_from(["continuous", "continuous", "static"])),
+        **draw(policies),
         "max_num_batched_tokens": max(budget, needed) if kind == "none" else budget,
         "max_num_seqs": draw(st.sampled_from([1, 2, 3, 5, 8, 8])),
         "prefix_cache": draw(st.sampled_from(["none", "hash", "radix"])) if kind == "paged" else "none",

@@ -25,14 +25,13 @@ from minillm.engine.detokenizer import Detokenizer
 from minillm.engine.request import Request, RequestOutput, Status
 from minillm.engine.runner import ModelRunner
 from minillm.engine.sampler import Sampled, sample
-from minillm.engine.scheduler import Scheduler, SchedulerOutput, StaticScheduler
+from minillm.engine.scheduler import Scheduler, SchedulerOutput
 from minillm.model.transformer import Transformer
 from minillm.perf.meter import Meter, StepCounts
 from minillm.sampling_params import MAX_SEED, SamplingParams
 
 log = logging.getLogger("minillm")
 PREFIX_CACHES = {"hash": HashPrefixCache, "radix": RadixPrefixCache}
-SCHEDULERS = {"continuous": Scheduler, "static": StaticScheduler}
 
 
 @dataclass(frozen=True)
@@ -67,7 +66,7 @@ class Engine:
         block_size, num_blocks = self.pool_size.block_size, self.pool_size.num_blocks
         self.store = self._make_store((num_blocks + 1) * block_size, shared=not keep_kv)
         self.cache = CacheManager(BlockPool(num_blocks), self._make_prefix(block_size), block_size)
-        self.scheduler = SCHEDULERS[options.batching](self.cache, options.max_num_seqs, options.max_num_batched_tokens, keep_kv)
+        self.scheduler = Scheduler.from_options(options, self.cache)
         recompute_limit = None if keep_kv else options.max_num_batched_tokens
         self.admission = Admission(tokenizer, config.vocab_size, self.max_model_len, self.cache.capacity, recompute_limit)
         compiled = self._compile(backend) if options.compile else None
@@ -184,7 +183,8 @@ class Engine:
     def _run_model(self) -> None:
         plan = self.scheduler.schedule()
         if not plan.scheduled:
-            raise RuntimeError(f"nothing could be scheduled for {len(self._live)} requests; this is a fault of the engine")
+            policy = type(self.scheduler.policy).__name__
+            raise RuntimeError(f"nothing was scheduled for {len(self._live)} requests: batching policy {policy} granted nothing")
         counts = self._count(plan)
         result = self.runner.run(plan)
         tokens = sample(result.logits, [s.request for s in result.sampled])
@@ -282,5 +282,5 @@ class Engine:
         """Bytes of KV allocated and live, now or while a step computes that many tokens."""
         allocated = self.cache.pool.num_referenced * self.cache.block_size
         shared = self.cache.pool.num_shared * self.cache.block_size
-        live = sum(r.num_computed_tokens for r in self.scheduler.running) + computing - shared
+        live = self.scheduler.num_live_tokens + computing - shared
         return allocated * self.store.bytes_per_token, live * self.store.bytes_per_token

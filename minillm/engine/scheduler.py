@@ -1,11 +1,15 @@
-"""Who computes how many tokens in the next step. One rule: every request catches up with its own tokens, under a token budget."""
+"""Who computes how many tokens in the next step: every request catches up with its own tokens, under a token budget."""
 
 from __future__ import annotations
 
-from collections import deque
+import operator
 from dataclasses import dataclass, field
+from typing import Iterable, Iterator, Sequence
 
 from minillm.cache.manager import CacheManager
+from minillm.config import EngineConfig
+from minillm.engine.policies import POLICIES, BatchingPolicy, Continuous
+from minillm.engine.queues import CacheQueue, LengthQueue, RequestList, WaitingQueue
 from minillm.engine.request import Request, Status
 
 
@@ -38,58 +42,113 @@ class SchedulerOutput:
 
 
 class Scheduler:
-    """Continuous batching with chunked prefill (Yu et al. 2022, Orca; Agrawal et al. 2024, arXiv 2403.02310).
+    """Asks a batching policy who computes how much, and finds the slots for it.
 
-    Running requests go first, in order of arrival; what the budget leaves is given to waiting ones. When the pool is full, the
-    youngest running request is preempted: it loses its KV and computes it again later. keep_kv=False forgets all KV
-    after each step.
+    When the pool is full, the youngest running request is preempted: it loses its KV and computes it again later. keep_kv=False
+    forgets all KV after each step: a request is computed whole or not at all.
     """
 
-    def __init__(self, cache: CacheManager, max_num_seqs: int, max_num_batched_tokens: int, keep_kv: bool = True):
+    def __init__(
+        self, cache: CacheManager, max_num_seqs: int, max_num_batched_tokens: int, keep_kv: bool = True,
+        policy: BatchingPolicy | None = None, waiting: WaitingQueue | None = None,
+    ):  # fmt: skip
         self.cache = cache
         self.max_num_seqs = max_num_seqs
         self.budget = max_num_batched_tokens
         self.keep_kv = keep_kv
-        self.waiting: deque[Request] = deque()
-        self.running: list[Request] = []
+        self.policy: BatchingPolicy = Continuous() if policy is None else policy
+        self.waiting = WaitingQueue() if waiting is None else waiting
+        self.running = RequestList()
+        self.num_live_tokens = 0  # of all running requests: their num_computed_tokens
+        self._batch_size = 0
+
+    @classmethod
+    def from_options(cls, options: EngineConfig, cache: CacheManager) -> "Scheduler":
+        """The scheduler that an engine with these options has; a simulation without a model has the same."""
+        named = isinstance(options.batching, str)
+        policy = POLICIES[options.batching](options.prefill) if named else options.batching
+        order = getattr(policy, "order", "arrival") if options.queue_order == "arrival" else options.queue_order
+        waiting = CacheQueue(cache.cached_tokens) if order == "cache" else LengthQueue() if order == "length" else WaitingQueue()
+        limits = options.max_num_seqs, options.max_num_batched_tokens
+        return cls(cache, *limits, options.kv_cache != "none", policy, waiting)
 
     @property
     def has_work(self) -> bool:
         return bool(self.waiting or self.running)
 
     def add(self, request: Request) -> None:
-        self.waiting.append(request)
+        self.waiting.add(request)
 
     def schedule(self) -> SchedulerOutput:
         """Choose the next step's tokens and give them slots."""
-        scheduled, preempted = self._advance_running()
-        admitted = [] if preempted else self._admit(self.budget - sum(s.num_tokens for s in scheduled))
-        scheduled += admitted
+        scheduled: list[Scheduled] = []
+        admitted: list[Scheduled] = []
+        preempted: list[Request] = []
+        candidates: Iterable[Request] = self.waiting
+        while not scheduled:
+            running = list(self.running)
+            granted, starting = self._ask(running, candidates)
+            victims = len(preempted)
+            scheduled = self._advance(zip(running, granted, strict=True), preempted)
+            if not preempted:  # who was pushed out shall not find newcomers in its place
+                admitted = self._admit(starting)
+                scheduled += admitted
+            if not self.running or (not candidates and len(preempted) == victims):
+                break
+            candidates = ()  # if nobody could start, or the only one granted anything was preempted, the others go on
+        if len(admitted) == len(self.running):
+            self._batch_size = len(admitted)
         tokens, rows = self._padding(scheduled)
         return SchedulerOutput(scheduled, [s.request for s in admitted], preempted, tokens, rows)
 
-    def _advance_running(self) -> tuple[list[Scheduled], list[Request]]:
-        scheduled: list[Scheduled] = []
-        preempted: list[Request] = []
-        budget, i = self.budget, 0
-        while i < len(self.running):
-            request = self.running[i]
-            n = self._share(request.num_tokens - request.num_computed_tokens, budget)
-            if n and not self._find_slots(request, n, preempted):
-                break  # the request itself was preempted: it was the last one
-            if n:
-                scheduled.append(Scheduled(request, n))
-                budget -= n
-            i += 1
-        return scheduled, preempted
+    def _ask(self, running: Sequence[Request], candidates: Iterable[Request]) -> tuple[list[int], Iterator[tuple[Request, int]]]:
+        """The policy's grants for running requests, and for waiting ones that are to start; ValueError if it breaks a rule."""
+        left = [r.num_tokens - r.num_computed_tokens for r in running]
+        seen: list[Request] = []
 
-    def _share(self, wanted: int, budget: int) -> int:
-        """Tokens granted: what is left of the budget, but all or nothing where KV does not outlive the step."""
-        return min(wanted, budget) if self.keep_kv or wanted <= budget else 0
+        def waiting() -> Iterator[int]:
+            for request in candidates:
+                seen.append(request)
+                left.append(request.num_tokens - self.cache.cached_tokens(request))
+                yield left[-1]
+
+        answer = self.policy.grants(tuple(left), waiting(), self.budget, self.max_num_seqs)
+        grants = self._checked(answer, left, len(running))
+        if not self.keep_kv:
+            grants = [n if n == wanted else 0 for n, wanted in zip(grants, left, strict=False)]
+        return grants[: len(running)], zip(seen, grants[len(running) :], strict=False)
+
+    def _checked(self, answer: Iterable[int], left: Sequence[int], num_running: int) -> list[int]:
+        name = type(self.policy).__name__
+        try:
+            grants = [operator.index(n) for n in answer]
+        except TypeError:
+            raise ValueError(f"batching policy {name} must return a sequence of whole numbers, got {answer!r:.80}") from None
+        if not num_running <= len(grants) <= len(left):
+            raise ValueError(
+                f"batching policy {name} returned {len(grants)} grants for {num_running} running requests and the "
+                f"{len(left) - num_running} waiting ones that it took"
+            )
+        if any(n < 0 or n > wanted for n, wanted in zip(grants, left, strict=False)):
+            i = next(i for i, n in enumerate(grants) if not 0 <= n <= left[i])
+            raise ValueError(f"batching policy {name} granted {grants[i]} tokens to a request that has {left[i]} left")
+        if sum(grants) > self.budget:
+            raise ValueError(f"batching policy {name} granted {sum(grants)} tokens; the budget of a step is {self.budget}")
+        rows = num_running + sum(n > 0 for n in grants[num_running:])
+        if rows > self.max_num_seqs:
+            raise ValueError(f"batching policy {name} would run {rows} requests at once; the limit is {self.max_num_seqs}")
+        return grants
+
+    def _advance(self, shares: Iterable[tuple[Request, int]], preempted: list[Request]) -> list[Scheduled]:
+        scheduled = []
+        for request, n in shares:
+            if n and request.status is Status.RUNNING and self._find_slots(request, n, preempted):
+                scheduled.append(Scheduled(request, n))
+        return scheduled
 
     def _find_slots(self, request: Request, n: int, preempted: list[Request]) -> bool:
         while self.cache.allocate(request, request.num_computed_tokens + n) is None:
-            victim = self.running[-1]
+            victim = self.running.last
             self._preempt(victim)
             preempted.append(victim)
             if victim is request:
@@ -98,86 +157,66 @@ class Scheduler:
 
     def _preempt(self, victim: Request) -> None:
         self.running.remove(victim)
-        self.waiting.appendleft(victim)
+        self.waiting.add_first(victim)
         victim.status = Status.WAITING
         victim.num_preemptions += 1
         try:
             self.cache.free(victim)
         finally:
-            victim.num_computed_tokens = 0
+            self._set_computed(victim, 0)
 
-    def _admit(self, budget: int) -> list[Scheduled]:
-        admitted: list[Scheduled] = []
-        while self.waiting and budget > 0 and len(self.running) < self.max_num_seqs:
-            n = self._start(self.waiting[0], budget)
+    def _admit(self, starting: Iterable[tuple[Request, int]]) -> list[Scheduled]:
+        admitted = []
+        for request, n in starting:
             if n == 0:
-                break
-            admitted.append(self._take_first(n))
-            budget -= n
+                continue
+            n = self._start(request, n)
+            if n == 0:
+                break  # nobody overtakes a request that the pool has no room for yet
+            self.waiting.start(request)
+            request.status = Status.RUNNING
+            self.running.add(request)
+            admitted.append(Scheduled(request, n))
         return admitted
 
-    def _take_first(self, n: int) -> Scheduled:
-        request = self.waiting.popleft()
-        request.status = Status.RUNNING
-        self.running.append(request)
-        return Scheduled(request, n)
-
-    def _start(self, request: Request, budget: int) -> int:
-        """Give a waiting request its cached prefix and slots for its first tokens; 0, with nothing changed, if that cannot be."""
+    def _start(self, request: Request, n: int) -> int:
+        """Give a waiting request its cached prefix and slots for n tokens more; 0, and nothing changed, if that cannot be."""
         matched = self.cache.match(request)
         hit = len(matched) * self.cache.block_size
-        n = self._share(request.num_tokens - hit, budget)
-        if n == 0 or self.cache.allocate(request, hit + n, matched) is None:
+        n = min(n, request.num_tokens - hit)
+        if self.cache.allocate(request, hit + n, matched) is None:
             return 0
-        request.num_computed_tokens = request.num_cached_tokens = hit
+        self._set_computed(request, hit)
+        request.num_cached_tokens = hit
         return n
 
+    def _set_computed(self, request: Request, n: int) -> None:
+        self.num_live_tokens += n - request.num_computed_tokens
+        request.num_computed_tokens = n
+
     def _padding(self, scheduled: list[Scheduled]) -> tuple[int, int]:
-        """Tokens and rows to pad this step with."""
-        return 0, 0
+        """Tokens and rows to pad this step with: a padded batch keeps its size until its last request ends."""
+        if not getattr(self.policy, "padded", False) or not scheduled:
+            return 0, 0
+        used = sum(s.num_tokens for s in scheduled)
+        padded = min(self._batch_size * max(s.num_tokens for s in scheduled), self.budget)
+        return max(padded - used, 0), self._batch_size - len(scheduled)
 
     def update(self, output: SchedulerOutput) -> None:
         """The step has run: its tokens are computed. Sampled tokens are appended by the engine afterwards."""
         for s in output.scheduled:
-            s.request.num_computed_tokens += s.num_tokens
+            self._set_computed(s.request, s.request.num_computed_tokens + s.num_tokens)
             if not self.keep_kv:
                 self.cache.free(s.request)
-                s.request.num_computed_tokens = 0
+                self._set_computed(s.request, 0)
 
     def finish(self, request: Request, reason: str) -> None:
         """End a waiting or running request and take its blocks back."""
         if request.status is Status.RUNNING:
             self.running.remove(request)
+            self.num_live_tokens -= request.num_computed_tokens
         else:
             self.waiting.remove(request)
         request.status = Status.FINISHED
         request.finish_reason = reason
         self.cache.free(request)
-
-
-class StaticScheduler(Scheduler):
-    """The old way, kept as a baseline: fill a batch when the last is done, pad every row to the longest, wait for the slowest."""
-
-    _batch_size = 0
-
-    def _admit(self, budget: int) -> list[Scheduled]:
-        admitted: list[Scheduled] = []
-        longest = 0
-        while not (self.running and not admitted) and self.waiting and len(self.running) < self.max_num_seqs:
-            longest = max(longest, self.waiting[0].num_tokens)
-            if admitted and longest * (len(admitted) + 1) > budget:
-                break
-            n = self._start(self.waiting[0], budget)
-            if n == 0:
-                break
-            admitted.append(self._take_first(n))
-        if admitted:
-            self._batch_size = len(admitted)
-        return admitted
-
-    def _padding(self, scheduled: list[Scheduled]) -> tuple[int, int]:
-        if not scheduled:
-            return 0, 0
-        used = sum(s.num_tokens for s in scheduled)
-        padded = min(self._batch_size * max(s.num_tokens for s in scheduled), self.budget)
-        return max(padded - used, 0), self._batch_size - len(scheduled)

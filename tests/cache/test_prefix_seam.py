@@ -13,6 +13,7 @@ from ..strategies import (
     MAX_LEN,
     models,
     poison_freed_blocks,
+    policies,
     reference,
     run_to_end,
     slots_needed,
@@ -97,7 +98,7 @@ def test_a_preempted_request_finds_its_own_old_blocks_and_computes_only_the_rest
     engine = cached_engine(kind, num_blocks=5, max_num_seqs=2)
     old = engine.add_request(list(range(2, 10)), SamplingParams(max_tokens=8, ignore_eos=True))
     young = engine.add_request(list(range(12, 19)), SamplingParams(max_tokens=8, ignore_eos=True))
-    victim = engine.scheduler.waiting[1]
+    victim = list(engine.scheduler.waiting)[1]
     done = run_to_end(engine)
     assert victim.num_preemptions >= 1 and victim.num_cached_tokens > 0
     assert done[old].token_ids == cold(list(range(2, 10)), 8) and done[young].token_ids == cold(list(range(12, 19)), 8)
@@ -186,12 +187,12 @@ turns = st.lists(st.lists(st.tuples(few, st.integers(1, 8)), min_size=1, max_siz
 
 @pytest.mark.parametrize("kind", KINDS)
 @settings(max_examples=50)
-@given(models, turns, st.integers(1, 5), st.integers(0, 4), st.integers(1, 40), st.integers(1, 5), st.booleans())
-def test_output_equals_cold_under_any_history_of_requests(kind, model, turns, block_size, slack, budget, seqs, static):
+@given(models, turns, st.integers(1, 5), st.integers(0, 4), st.integers(1, 40), st.integers(1, 5), policies)
+def test_output_equals_cold_under_any_history_of_requests(kind, model, turns, block_size, slack, budget, seqs, policy):
     needed = max(slots_needed(p, SamplingParams(max_tokens=n)) for turn in turns for p, n in turn)
     options = EngineConfig(
         prefix_cache=prefix_of_kind(kind, block_size), block_size=block_size, num_blocks=-(-needed // block_size) + slack,
-        max_num_batched_tokens=budget, max_num_seqs=seqs, batching="static" if static else "continuous",
+        max_num_batched_tokens=budget, max_num_seqs=seqs, **policy,
     )  # fmt: skip
     engine = Engine(tiny_model(*model), None, options)
     poison_freed_blocks(engine)

@@ -111,7 +111,7 @@ def test_a_request_preempted_after_three_tokens_goes_on_with_the_fourth():
     """It has output, yet has to compute its prompt again: nothing may be guessed from either."""
     engine = tiny_engine(num_blocks=4, block_size=4, max_num_batched_tokens=5)
     old, young = ask(engine, [7] * 6, 8), ask(engine, [9] * 3, 8)
-    victim = engine.scheduler.waiting[1]
+    victim = list(engine.scheduler.waiting)[1]
     while not victim.num_preemptions:
         engine.step()
     had = victim.num_output_tokens
@@ -124,7 +124,7 @@ def test_who_was_preempted_goes_before_those_who_never_ran():
     engine = tiny_engine(num_blocks=4, block_size=4, max_num_seqs=2)
     _, young = ask(engine, [7] * 6, 8), ask(engine, [9] * 3, 8)
     late = ask(engine, [3] * 3, 2)
-    victim = engine.scheduler.waiting[1]
+    victim = list(engine.scheduler.waiting)[1]
     while not victim.num_preemptions:
         engine.step()
     assert [r.request_id for r in engine.scheduler.waiting] == [young, late]

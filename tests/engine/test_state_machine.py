@@ -218,6 +218,7 @@ class EngineMachine(RuleBasedStateMachine):
                 assert shot.evictable_tokens == pool.num_cached * self.engine.cache.block_size
         else:
             assert set(tables.values()) <= {1} and pool.num_cached == 0
+        assert scheduler.num_live_tokens == sum(r.num_computed_tokens for r in scheduler.running)
         for r in scheduler.running:
             assert len(r.blocks) >= self.engine.cache.blocks_for(r.num_computed_tokens)
             assert len(set(r.blocks)) == len(r.blocks)
