@@ -12,6 +12,7 @@ DESCRIPTION = "A small, real LLM inference engine, and the course that builds it
 DOCTOR = "Check versions, model, GPU, compiler and speed of this machine; exit code 1 if something must be mended."
 PLAN = "Derive memory, KV cache, latency floors and concurrency of a model on a card."
 BENCH = "Measure the engine against transformers, vLLM and llama.cpp, interleaved in one run."
+SERVE = "Serve a model on this machine: completions, chat, streaming, /metrics. Clients of OpenAI's interface work unchanged."
 EPILOG = "Start with `minillm doctor`, then `minillm generate 'The capital of France is'`. Every command has its own --help."
 
 
@@ -51,7 +52,7 @@ def build_parser(chosen: str | None = None) -> argparse.ArgumentParser:
     doctor = commands.add_parser("doctor", help="what works on this machine, and what to do about the rest", description=DOCTOR)
     doctor.set_defaults(run=run_doctor)
 
-    # these two declare their arguments where they use them, and import torch: only when they are asked for
+    # these three declare their arguments where they use them, and import torch: only when they are asked for
     plan = commands.add_parser("plan", help="memory, KV and speed limits of a model on a card", description=PLAN)
     if chosen == "plan":
         from minillm.perf.plan import add_plan_arguments, run_plan
@@ -64,6 +65,14 @@ def build_parser(chosen: str | None = None) -> argparse.ArgumentParser:
 
         add_bench_arguments(bench)
         bench.set_defaults(run=run_bench)
+
+    serve = commands.add_parser("serve", help="answer over HTTP, as OpenAI's interface does", description=SERVE)
+    if chosen == "serve":
+        from minillm.server.command import add_serve_arguments, run_serve
+
+        _add_model_arguments(serve)
+        add_serve_arguments(serve)
+        serve.set_defaults(run=run_serve)
 
     from minillm.course.status import add_course_arguments
 

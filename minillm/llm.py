@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from pathlib import Path
 from typing import Any, Iterable, Iterator, Mapping, Sequence, Union
 
@@ -14,7 +13,7 @@ from minillm.model.loader import load_checkpoint
 from minillm.model.transformer import Transformer
 from minillm.perf.hardware import fast_dtype, resolve_device
 from minillm.perf.meter import Meter
-from minillm.sampling_params import MAX_SEED, SamplingParams
+from minillm.sampling_params import SamplingParams
 
 Message = Mapping[str, str]
 Prompt = Union[str, Sequence[int], Sequence[Message]]
@@ -117,7 +116,7 @@ class LLM:
         return [o for o in outputs if o.request_id in mine]
 
     def _run(self, work: list[tuple[list[int], SamplingParams]]) -> list[RequestOutput]:
-        samples = [(ids, one) for ids, params in work for one in _samples(params)]
+        samples = [(ids, one) for ids, params in work for one in params.samples()]
         names: list[str] = []
         results: dict[str, RequestOutput] = {}
         unfinished: set[str] = set()
@@ -154,12 +153,13 @@ class LLM:
             raise ValueError(f"params must be SamplingParams, or one for each prompt, got {params!r:.60}")
         if len(each) != len(prompts):
             raise ValueError(f"{len(prompts)} prompts with {len(each)} sampling params; give one for all or one for each")
-        pairs = [(self._encode(prompt), p) for prompt, p in zip(prompts, each, strict=True)]
+        pairs = [(self.encode(prompt), p) for prompt, p in zip(prompts, each, strict=True)]
         for ids, p in pairs:
             self.engine.admission.check(ids, p)
         return pairs
 
-    def _encode(self, prompt: Prompt) -> list[int]:
+    def encode(self, prompt: Prompt) -> list[int]:
+        """Token ids of a prompt, or of a conversation in the model's chat template."""
         if _is_conversation(prompt):
             template = getattr(self.tokenizer, "apply_chat_template", None)
             if template is None:
@@ -182,11 +182,3 @@ def _as_list(prompts: str | Sequence[int] | Sequence[Prompt]) -> list[Prompt]:
     if items and all(hasattr(t, "__index__") and getattr(t, "ndim", 0) == 0 for t in items):  # arrays have __index__ too
         return [items]  # type: ignore[list-item]
     return items  # type: ignore[return-value]
-
-
-def _samples(params: SamplingParams) -> list[SamplingParams]:
-    """n independent samples, each a request of its own; with a seed, sample i has seed + i."""
-    if params.n == 1:
-        return [params]
-    seeds = [None if params.seed is None else (params.seed + i) % (MAX_SEED + 1) for i in range(params.n)]
-    return [dataclasses.replace(params, n=1, seed=seed) for seed in seeds]

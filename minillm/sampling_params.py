@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from numbers import Integral, Real
 from typing import Sequence
 
@@ -71,6 +71,13 @@ class SamplingParams:
         object.__setattr__(self, "stop_strings", stops)
         object.__setattr__(self, "stop", stops)
         object.__setattr__(self, "stop_token_ids", tuple(int(t) for t in ids))
+
+    def samples(self) -> list["SamplingParams"]:
+        """n independent samples, each a request of its own; with a seed, sample i has seed + i."""
+        if self.n == 1:
+            return [self]
+        seeds = [None if self.seed is None else (self.seed + i) % (MAX_SEED + 1) for i in range(self.n)]
+        return [replace(self, n=1, seed=seed) for seed in seeds]
 
 
 def _several(name: str, value: object) -> tuple:

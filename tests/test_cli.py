@@ -125,7 +125,7 @@ def all_parsers() -> dict[str, argparse.ArgumentParser]:
 
 
 def test_there_is_a_command_for_each_thing_promised() -> None:
-    commands = {"generate", "chat", "demo", "doctor", "plan", "bench", "course", "course status", "course reset"}
+    commands = {"generate", "chat", "demo", "doctor", "plan", "bench", "serve", "course", "course status", "course reset"}
     assert set(all_parsers()) == {"minillm", *(f"minillm {c}" for c in commands)}
 
 

@@ -49,6 +49,13 @@ class Admission:
             raise ValueError(f"token id {bad} is outside the vocabulary of {self.vocab_size}")
         return ids
 
+    def longest_answer(self, prompt_tokens: int) -> int:
+        """The largest max_tokens that check lets pass for a prompt of so many tokens; 0 or less where none does."""
+        limits = [self.max_model_len, self.pool_tokens + 1]  # the last token is sampled, never computed: it needs no slot
+        if self.recompute_limit is not None:
+            limits.append(self.recompute_limit + 1)
+        return min(limits) - prompt_tokens
+
     def check(self, ids: Sequence[int], params: SamplingParams) -> None:
         """Raise ValueError if a request could never be served, naming the value and the limit."""
         if not isinstance(params, SamplingParams):

@@ -61,6 +61,7 @@ class Scheduler:
         self.running = RequestList()
         self.num_live_tokens = 0  # of all running requests: their num_computed_tokens
         self._batch_size = 0
+        self.num_preemptions = 0
 
     @classmethod
     def from_options(cls, options: EngineConfig, cache: CacheManager) -> "Scheduler":
@@ -160,6 +161,7 @@ class Scheduler:
         self.waiting.add_first(victim)
         victim.status = Status.WAITING
         victim.num_preemptions += 1
+        self.num_preemptions += 1
         try:
             self.cache.free(victim)
         finally:
