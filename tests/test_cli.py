@@ -119,7 +119,7 @@ def parsers(parser: argparse.ArgumentParser, name: str = "minillm") -> Iterator[
 
 def all_parsers() -> dict[str, argparse.ArgumentParser]:
     found = dict(parsers(build_parser()))
-    for command in ("plan", "bench"):  # these declare their arguments only when they are asked for
+    for command in ("plan", "bench", "serve"):  # these declare their arguments only when they are asked for
         found |= {n: p for n, p in parsers(build_parser(command)) if n == f"minillm {command}"}
     return found
 
