@@ -184,6 +184,8 @@ class EngineConfig:
     attention_backend, prefix_cache, quantization: a name, or an object that implements the seam.
     prefix_cache: "none"; "hash" (a table of blocks) or "radix" (a tree) keep what finished and running requests computed.
     compile: compile the decode step ahead of time (a minute the first time, kept on disk).
+    cuda_graphs: record decode steps of a few sizes and replay them (on a CPU: pad and call); True, or a Padding of one's own.
+    overlap: plan the next step and sort out the last one while one runs; a text that stops costs one wasted token.
     """
 
     dtype: str = "auto"
@@ -204,6 +206,8 @@ class EngineConfig:
     prefix_cache: Any = "none"
     quantization: Any = None
     compile: bool = False
+    cuda_graphs: Any = False
+    overlap: bool = False
 
     def __post_init__(self) -> None:
         for name in ("dtype", "device", "kv_cache", "prefill", "queue_order"):
@@ -237,8 +241,13 @@ class EngineConfig:
             _check_parts("quantization", self.quantization, ("pack", "apply", "unpack"), "None or a LinearMethod")
         if isinstance(self.seed, bool) or not isinstance(self.seed, int) or self.seed < 0:
             raise ValueError(f"seed must be a whole number of at least 0, got {self.seed!r}")
-        if not isinstance(self.compile, bool):
-            raise ValueError(f"compile must be True or False, got {self.compile!r}")
+        for name in ("compile", "overlap"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"{name} must be True or False, got {getattr(self, name)!r:.60}")
+        if not isinstance(self.cuda_graphs, bool):
+            _check_parts("cuda_graphs", self.cuda_graphs, ("bucket", "pad"), "True, False or a Padding")
+        if self.overlap and self.kv_cache == "none":
+            raise ValueError("kv_cache='none' takes a step's KV back before the next is planned; overlap=True plans it earlier")
 
     def _check_batching(self) -> None:
         if isinstance(self.batching, str):

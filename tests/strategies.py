@@ -126,6 +126,10 @@ class WatchedAttention(TorchAttention):
         self.batches.append(batch)
         return super().plan(batch, dtype)
 
+    def single_group(self, batch: ForwardBatch, dtype: torch.dtype) -> Any:
+        self.batches.append(batch)
+        return super().single_group(batch, dtype)
+
     def forward(self, q, layer, store, plan):
         if self.error is not None and layer == 1 and len(self.batches) >= self.failing_call:
             error, self.error = self.error, None
@@ -238,6 +242,8 @@ def engine_options(draw, needed: int) -> dict[str, Any]:
         "max_num_batched_tokens": max(budget, needed) if kind == "none" else budget,
         "max_num_seqs": draw(st.sampled_from([1, 2, 3, 5, 8, 8])),
         "prefix_cache": draw(st.sampled_from(["none", "hash", "radix"])) if kind == "paged" else "none",
+        "overlap": kind != "none" and draw(st.booleans()),
+        "cuda_graphs": draw(st.booleans()),
     }  # fmt: skip
 
 

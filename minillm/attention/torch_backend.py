@@ -13,7 +13,7 @@ from torch import Tensor
 
 from minillm.cache.kv_store import KVStore
 from minillm.config import ModelConfig
-from minillm.engine.batch import ForwardBatch, slots_of
+from minillm.engine.batch import ForwardBatch, slots_of, to_device
 from minillm.perf.work import Work, visible_pairs
 
 MAX_PADDING = 1.3
@@ -79,12 +79,12 @@ class TorchAttention:
             visible = key <= query
             if self.window is not None:
                 visible &= key > query - self.window
-            blocked = torch.from_numpy(~visible).to(device)
+            blocked = to_device(~visible, device)
             mask = torch.zeros(visible.shape, dtype=dtype, device=device).masked_fill_(blocked, float("-inf")).unsqueeze(1)
         tokens: Tensor | slice = slice(int(starts[rows[0]]), int(starts[rows[-1] + 1]))
         if rows != list(range(rows[0], rows[0] + len(rows))):
-            tokens = torch.from_numpy((starts[rows][:, None] + np.arange(q_len)).ravel()).to(device)
-        return RowGroup(tokens, q_len, torch.from_numpy(slots).to(device), mask)
+            tokens = to_device((starts[rows][:, None] + np.arange(q_len)).ravel(), device)
+        return RowGroup(tokens, q_len, to_device(slots, device), mask)
 
     def forward(self, q: Tensor, layer: int, store: KVStore, plan: list[RowGroup]) -> Tensor:
         if len(plan) == 1:

@@ -12,7 +12,7 @@ from unittest.mock import patch
 from torch.profiler import ProfilerActivity
 from torch.profiler import profile as torch_profile
 
-from minillm.engine import engine as engine_module
+from minillm.engine import runner as runner_module
 from minillm.engine.batch import ForwardBatch
 from minillm.llm import LLM
 from minillm.sampling_params import SamplingParams
@@ -57,7 +57,7 @@ def overhead(llm: LLM, prompts: Sequence[Sequence[int]], new: int) -> dict[str, 
         ("model", *((runner.compiled, "run") if runner.compiled is not None else (runner.model, "forward"))),
         ("batch", ForwardBatch, "build"), ("batch", runner.backend, "plan"), ("batch", runner.backend, "single_group"),
         ("scheduler", engine.scheduler, "schedule"), ("scheduler", engine.scheduler, "update"),
-        ("sampler", engine_module, "sample"), ("detokenizer", engine, "_advance"),
+        ("sampler", runner_module, "sample"), ("detokenizer", engine, "_advance"),
         ("meter", runner.model, "work"), ("meter", engine.meter, "record"),
         ("meter", engine, "_count"), ("meter", engine, "_kv_bytes"),
     ]  # fmt: skip

@@ -62,24 +62,34 @@ class CacheManager:
         if 0 < missing <= cached:
             self.pool.uncache(self.prefix.evict(missing, lambda b: self.pool.ref_count(b) == 0 and b not in protected))
 
-    def offer_prompt(self, request: Request) -> None:
+    def offer_prompt(self, request: Request) -> list[int]:
         """Let others find the full blocks of a computed prompt while its request still runs; once, until it loses its KV.
 
-        Where the cache keeps another copy of a block, the request moves to that one and gives its own back: what a request holds
-        is then held from the beginning of the prefix on.
+        Where the cache keeps another copy of a block, the request moves to that one and gives its own up: what a request holds
+        is then held from the beginning of the prefix on. Returns what it gave up, for ``release`` once no step reads it.
         """
         full = min(request.num_computed_tokens, request.prompt_len) // self.block_size
         if request.prompt_offered or not full:
-            return
+            return []
         request.prompt_offered = True
         ids = request.token_ids[: full * self.block_size]
         self.prefix.insert(ids, request.blocks[:full])
+        spare = []
         for i, kept in enumerate(list(self.prefix.match(ids))[:full]):
             mine = request.blocks[i]
             if kept != mine:
                 self.pool.acquire([kept])
                 request.blocks[i] = kept
-                self.pool.release([mine], keep=[mine] if self.prefix.holds(mine) else [])
+                spare.append(mine)
+        return spare
+
+    def release(self, blocks: list[int]) -> None:
+        """Drop one reference on blocks that are in nobody's table any more."""
+        keep: list[int] = []
+        try:
+            keep = [b for b in blocks if self.prefix.holds(b)]
+        finally:
+            self.pool.release(blocks, keep=keep)
 
     def snapshot(self, requests: Iterable[Request] = ()) -> CacheSnapshot:
         """Who holds which block now. requests: those whose tables are wanted."""

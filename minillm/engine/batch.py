@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Sequence
 
 import numpy as np
@@ -76,20 +76,34 @@ class ForwardBatch:
         ends = np.cumsum([r.q_len for r in all_rows], dtype=np.int64) - 1
         sampled = ends[[r.wants_logits for r in all_rows]]
 
-        def put(a: np.ndarray) -> Tensor:
-            return torch.from_numpy(a).to(device)
-
         return cls(
-            put(tokens),
-            put(positions),
-            put(slots),
+            to_device(tokens, device),
+            to_device(positions, device),
+            to_device(slots, device),
             tuple(r.q_len for r in all_rows),
             tuple(r.kv_len for r in all_rows),
             tuple(r.blocks for r in all_rows),
             block_size,
-            put(sampled),
+            to_device(sampled, device),
             num_padding,
         )
+
+    def padded(self, extra: int) -> "ForwardBatch":
+        """The same batch with that many padding rows more at its end."""
+        if not extra:
+            return self
+        more = ForwardBatch.build([], self.block_size, extra, self.token_ids.device)
+        return replace(
+            self, token_ids=torch.cat([self.token_ids, more.token_ids]), positions=torch.cat([self.positions, more.positions]),
+            slots=torch.cat([self.slots, more.slots]), q_lens=self.q_lens + more.q_lens, kv_lens=self.kv_lens + more.kv_lens,
+            tables=self.tables + more.tables, num_padding=self.num_padding + extra,
+        )  # fmt: skip
+
+
+def to_device(array: np.ndarray, device: torch.device | str) -> Tensor:
+    """The array as a tensor there. A copy to a GPU does not wait for the work that is queued on it."""
+    tensor = torch.from_numpy(array)
+    return tensor if torch.device(device).type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
 
 
 def slots_of(blocks: Sequence[int], block_size: int, start: int, stop: int) -> np.ndarray:

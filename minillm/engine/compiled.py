@@ -27,9 +27,10 @@ from filelock import FileLock
 from torch import Tensor, nn
 
 from minillm.attention import torch_backend
+from minillm.attention.backend import AttentionBackend
 from minillm.attention.torch_backend import RowGroup, TorchAttention
 from minillm.cache import kv_store
-from minillm.cache.kv_store import PlainKVStore
+from minillm.cache.kv_store import KVStore, PlainKVStore
 from minillm.engine.batch import ForwardBatch
 from minillm.model import layers, transformer
 from minillm.model.transformer import Transformer
@@ -56,16 +57,31 @@ class DecodeStep(nn.Module):
     def forward(
         self, token_ids: Tensor, positions: Tensor, slots: Tensor, kv_slots: Tensor, mask: Tensor, kv: Sequence[Tensor]
     ) -> Tensor:
-        """token_ids, positions, slots [rows]; kv_slots [rows, keys]; mask [rows, 1, 1, keys]; kv: the store's layers.
+        """Arguments as ``decode_rows`` takes them; kv: the store's layers. Returns logits [rows, vocab]."""
+        return decode_rows(self.model, PlainKVStore(kv), self.backend, token_ids, positions, slots, kv_slots, mask)
 
-        Returns logits [rows, vocab]."""
-        batch = ForwardBatch(token_ids, positions, slots, (), (), (), 1, torch.arange(token_ids.shape[0]))
-        group = RowGroup(slice(0, None), 1, kv_slots, mask)
-        return self.model(batch, PlainKVStore(kv), self.backend, [group])
+
+def decode_rows(
+    model: Transformer, store: KVStore, backend: AttentionBackend, token_ids: Tensor, positions: Tensor, slots: Tensor,
+    kv_slots: Tensor, mask: Tensor,
+) -> Tensor:  # fmt: skip
+    """One token of every row, in a form whose shape is all that varies.
+
+    token_ids, positions, slots [rows]; kv_slots [rows, keys]; mask [rows, 1, 1, keys]. Returns logits [rows, vocab]."""
+    every_row = torch.arange(token_ids.shape[0], device=token_ids.device)
+    batch = ForwardBatch(token_ids, positions, slots, (), (), (), 1, every_row)
+    return model(batch, store, backend, [RowGroup(slice(0, None), 1, kv_slots, mask)])
+
+
+def all_decode(batch: ForwardBatch) -> bool:
+    """Whether every row computes one token, and every row of a request wants its logits."""
+    return set(batch.q_lens) == {1} and len(batch.logit_indices) == batch.num_rows - batch.num_padding
 
 
 class CompiledDecode:
     """Runs a batch in which every row computes one token and wants its logits."""
+
+    fused = True
 
     def __init__(self, model: Transformer, store: PlainKVStore, backend: TorchAttention):
         self.store, self.backend, self.dtype = store, backend, model.dtype
@@ -74,13 +90,19 @@ class CompiledDecode:
         self.weight_bytes = sum(t.nbytes for t in model.dense_weights().values())
 
     def accepts(self, batch: ForwardBatch) -> bool:
-        return set(batch.q_lens) == {1} and len(batch.logit_indices) == batch.num_rows - batch.num_padding
+        return all_decode(batch)
 
-    def run(self, batch: ForwardBatch) -> tuple[Tensor, list[RowGroup]]:
-        """Logits of the rows that want them, and the plan they were computed with."""
-        group = self.backend.single_group(batch, self.dtype)
-        logits = self._step(batch.token_ids, batch.positions, batch.slots, group.slots, group.mask, self.store.layers)
-        return logits[: len(batch.logit_indices)], [group]
+    def plan(self, batch: ForwardBatch) -> list[RowGroup]:
+        return [self.backend.single_group(batch, self.dtype)]
+
+    def run(self, batch: ForwardBatch, plan: list[RowGroup]) -> Tensor:
+        """Logits of the rows that want them."""
+        logits = self.step(batch.token_ids, batch.positions, batch.slots, plan[0].slots, plan[0].mask)
+        return logits[: len(batch.logit_indices)]
+
+    def step(self, *inputs: Tensor | None) -> Tensor:
+        """What ``decode_rows`` computes from the same tensors."""
+        return self._step(*inputs, self.store.layers)
 
 
 def find_or_build(model: Transformer, store: PlainKVStore, window: int | None) -> Path:

@@ -1,11 +1,14 @@
-"""Engine: the only loop. Schedule, run, sample, update; one call of ``step`` each time around."""
+"""Engine: the only loop. Schedule, launch, land; one call of ``step`` each time around."""
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import logging
+from collections import deque
+from concurrent.futures import wait
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Sequence
 
 import numpy as np
@@ -22,9 +25,11 @@ from minillm.config import EngineConfig
 from minillm.engine.admission import Admission, TokenizerLike
 from minillm.engine.compiled import CompiledDecode, CompileUnavailable
 from minillm.engine.detokenizer import Detokenizer
+from minillm.engine.graphs import DecodeGraphs
+from minillm.engine.overlap import Flight, Inline, OneAhead
 from minillm.engine.request import Request, RequestOutput, Status
-from minillm.engine.runner import ModelRunner
-from minillm.engine.sampler import Sampled, sample
+from minillm.engine.runner import ModelRunner, Step
+from minillm.engine.sampler import Sampled
 from minillm.engine.scheduler import Scheduler, SchedulerOutput
 from minillm.model.transformer import Transformer
 from minillm.perf.meter import Meter, StepCounts
@@ -70,7 +75,10 @@ class Engine:
         recompute_limit = None if keep_kv else options.max_num_batched_tokens
         self.admission = Admission(tokenizer, config.vocab_size, self.max_model_len, self.cache.capacity, recompute_limit)
         compiled = self._compile(backend) if options.compile else None
-        self.runner = ModelRunner(model, self.store, backend, block_size, compiled)
+        graphs = DecodeGraphs.of(options, self.max_model_len, model, self.store, backend, compiled)
+        self.runner = ModelRunner(model, self.store, backend, block_size, compiled, graphs)
+        self.pipeline = OneAhead() if options.overlap else Inline()
+        self._flights: deque[Flight] = deque()
         self.meter = Meter(self.weight_bytes, num_blocks * block_size * self.store.bytes_per_token)
         self._live: dict[str, Live] = {}
         self._held: list[RequestOutput] = []
@@ -138,7 +146,7 @@ class Engine:
     @property
     def has_work(self) -> bool:
         """Whether a step would produce or compute anything."""
-        return self.scheduler.has_work or bool(self._held)
+        return self.scheduler.has_work or bool(self._flights or self._held)
 
     def knows(self, request_id: str) -> bool:
         """Whether a request of this id is live or has an output that nobody took yet."""
@@ -174,30 +182,60 @@ class Engine:
         return self.admission.encode(prompt)
 
     def step(self) -> list[RequestOutput]:
-        """One pass of the model over the scheduled tokens. Returns an output for every request that got a token or ended."""
-        if self.scheduler.has_work:
-            self._run_model()
+        """Launch one pass of the model over the scheduled tokens, and land one. Without overlap that is the same pass.
+
+        Returns an output for every request that got a token or ended."""
+        launched = self.scheduler.has_work and self._launch()
+        # when the last request has ended, the step that it wasted lands as well: an idle engine has nothing in flight
+        while len(self._flights) > (self.pipeline.depth if launched and self.scheduler.has_work else 0):
+            self._land()
         outputs, self._held = self._held, []  # only now: a pass that raises loses nobody's output
         return outputs
 
-    def _run_model(self) -> None:
+    def _launch(self) -> bool:
+        """Send the next step on its way; False when all that is left to do is in flight."""
         plan = self.scheduler.schedule()
         if not plan.scheduled:
-            policy = type(self.scheduler.policy).__name__
-            raise RuntimeError(f"nothing was scheduled for {len(self._live)} requests: batching policy {policy} granted nothing")
-        counts = self._count(plan)
-        result = self.runner.run(plan)
-        tokens = sample(result.logits, [s.request for s in result.sampled])
-        self.scheduler.update(plan)
-        faults = []
-        for s, token in zip(result.sampled, tokens, strict=True):
+            if not self._flights:
+                policy = type(self.scheduler.policy).__name__
+                raise RuntimeError(
+                    f"nothing was scheduled for {len(self._live)} requests: batching policy {policy} granted nothing"
+                )
+            return False
+        step = self.runner.prepare(plan)
+        counts = self._count(plan, step)
+        before = self._flights[-1] if self._flights else None
+        self.scheduler.launched(plan)
+        self._flights.append(Flight(plan, counts, step, self.pipeline.submit(self.runner.run, step, before)))
+        return True
+
+    def _land(self) -> None:
+        """Wait for the oldest step in flight and hand its tokens out."""
+        flight = self._flights[0]
+        try:
+            result = flight.result()
+        except BaseException:
+            if flight.failed:
+                self._undo()
+            raise
+        self._flights.popleft()
+        faults, wasted = [], 0
+        for close in (partial(self.scheduler.update, flight.plan), partial(self.cache.release, flight.spare)):
             try:
-                self.cache.offer_prompt(s.request)
-                self._held.append(self._advance(s.request, token))
-            except Exception as fault:  # a tokenizer or prefix cache of somebody's own: it ends its request, not the others'
-                self._drop(s.request)
+                close()
+            except Exception as fault:  # see below
                 faults.append(fault)
-        self.meter.record(counts, result.work, output_tokens=len(tokens))
+        for request, token in result.tokens.items():
+            if request.status is Status.FINISHED:
+                wasted += 1
+                continue
+            try:
+                self._offer(request)
+                self._held.append(self._advance(request, token))
+            except Exception as fault:  # a tokenizer or prefix cache of somebody's own: it ends its request, not the others'
+                self._drop(request)
+                faults.append(fault)
+        self.meter.record(flight.counts, flight.step.work, output_tokens=len(result.tokens) - wasted, wasted=wasted)
         self.meter.hold_kv(*self._kv_bytes())
         if faults:
             raise faults[0]
@@ -206,11 +244,28 @@ class Engine:
         """Block tables of the running requests, who holds which block, and the tree of the prefix cache."""
         return self.cache.snapshot(self.scheduler.running)
 
+    def _offer(self, request: Request) -> None:
+        """Show the request's prompt to the prefix cache. Blocks that it gives up may be read by the steps in flight."""
+        spare = self.cache.offer_prompt(request)
+        if self._flights:
+            self._flights[-1].spare.extend(spare)
+        else:
+            self.cache.release(spare)
+
+    def _undo(self) -> None:
+        """A step has failed, and with it those launched after it: as if none of them had been planned."""
+        wait([flight.future for flight in self._flights])
+        while self._flights:
+            flight = self._flights.pop()
+            for close in (partial(self.scheduler.undo, flight.plan), partial(self.cache.release, flight.spare)):
+                with suppress(Exception):  # a prefix cache of somebody's own; the step's error is the one to raise
+                    close()
+
     def _drop(self, request: Request) -> None:
         """Forget a request that cannot go on; it gives no output."""
         self._live.pop(request.request_id, None)
         if request.status is not Status.FINISHED:
-            with contextlib.suppress(Exception):  # what failed once may fail again; the blocks come back either way
+            with suppress(Exception):  # what failed once may fail again; the blocks come back either way
                 self.scheduler.finish(request, "abort")
 
     def abort(self, request_id: str) -> RequestOutput | None:
@@ -225,7 +280,16 @@ class Engine:
             finally:
                 self.meter.hold_kv(*self._kv_bytes())
                 mine.append(self._output(live.request))
+                self._settle()
         return replace(mine[-1], delta="".join(o.delta for o in mine)) if mine else None
+
+    def _settle(self) -> None:
+        """Where no request is left, wait for what is still in flight: nobody would ask for it."""
+        while self._flights and not self.scheduler.has_work:
+            try:
+                self._land()
+            except Exception as error:
+                log.warning("a step whose requests were aborted has failed: %s", error)
 
     def hold(self, outputs: Sequence[RequestOutput]) -> None:
         """Hand outputs back: the next step returns them again. For callers who meet other callers' results in the loop."""
@@ -260,10 +324,10 @@ class Engine:
             finish_reason=request.finish_reason, logprobs=logprobs, num_cached_tokens=request.num_cached_tokens,
         )  # fmt: skip
 
-    def _count(self, plan: SchedulerOutput) -> StepCounts:
+    def _count(self, plan: SchedulerOutput, step: Step) -> StepCounts:
         """The scheduler's side of the step's counts, taken before the step moves anybody on."""
         requests = [s.request for s in plan.scheduled]
-        decoding = [r for r in self.scheduler.running if r.num_output_tokens]
+        decoding = [r for r in self.scheduler.running if r.num_tokens > r.prompt_len]
         if any(r.num_computed_tokens < r.prompt_len for r in requests) and self.scheduler.keep_kv:
             stalled = len(decoding)
         else:
@@ -272,10 +336,11 @@ class Engine:
         allocated, live = self._kv_bytes(plan.num_tokens)
         return StepCounts(
             tokens=plan.num_tokens, reused_tokens=sum(r.num_computed_tokens for r in requests),
-            prefix_tokens=sum(r.num_cached_tokens for r in plan.admitted), padded_tokens=plan.padded_tokens,
-            rows=len(requests), padded_rows=plan.padded_rows,
-            idle_rows=self.options.max_num_seqs - len(requests) - plan.padded_rows,
-            stalled_tokens=stalled, sampled_rows=sum(s.catches_up for s in plan.scheduled), kv_allocated=allocated, kv_live=live,
+            prefix_tokens=sum(r.num_cached_tokens for r in plan.admitted),
+            padded_tokens=plan.padded_tokens + step.padding,
+            rows=len(requests), padded_rows=plan.padded_rows + step.padding,
+            idle_rows=self.options.max_num_seqs - len(requests) - plan.padded_rows - step.padding,
+            stalled_tokens=stalled, sampled_rows=len(step.seats), kv_allocated=allocated, kv_live=live,
         )  # fmt: skip
 
     def _kv_bytes(self, computing: int = 0) -> tuple[int, int]:

@@ -16,7 +16,8 @@ class BatchingPolicy(Protocol):
     def grants(self, running: Sequence[int], waiting: Iterable[int], budget: int, limit: int) -> Sequence[int]:
         """How many tokens each request computes in the next step.
 
-        running: tokens that each running request has left to compute, oldest first; 1 for one that decodes. waiting: the same
+        running: tokens that each running request has left to compute, oldest first; 1 for one that decodes, 0 for one that
+        only waits for its last token, which a step in flight samples (with overlap). waiting: tokens left
         for waiting requests in their order, worked out as they are taken: take no more than needed. budget: tokens of
         the step. limit: requests that may run at once. Returns one number for each running request, 0 for one that sits
         this step out, then one for each waiting request that starts.

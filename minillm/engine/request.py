@@ -43,7 +43,9 @@ class Request:
 
     token_ids: prompt, then every sampled token. num_computed_tokens: how many of them have their KV in ``blocks``.
     A step lets the second number catch up with the first; whoever takes KV away (preemption, a cache that keeps nothing) lowers
-    it. prompt_offered: whether the prefix cache has been offered the blocks of the prompt that it holds now.
+    it. Both run ahead of the model while steps are in flight (launched, results not seen yet): num_in_flight counts those steps,
+    num_pending the tokens they will append. What a step in flight reads is not released before it has landed.
+    prompt_offered: whether the prefix cache has been offered the blocks of the prompt that it holds now.
     """
 
     request_id: str
@@ -61,13 +63,24 @@ class Request:
     finish_reason: str | None = None
     logprobs: list[dict[int, float]] = field(default_factory=list)
     num_preemptions: int = 0
+    num_in_flight: int = 0
+    num_pending: int = 0
 
     @property
     def num_tokens(self) -> int:
-        return len(self.token_ids)
+        """Tokens known or about to be: those that a step in flight samples have their place, not yet their id."""
+        return len(self.token_ids) + self.num_pending
+
+    @property
+    def num_left(self) -> int:
+        """Tokens that a step may compute now: all that are not computed, but none once the last one of all is on its way."""
+        if self.num_tokens - self.prompt_len >= self.max_tokens:
+            return 0
+        return self.num_tokens - self.num_computed_tokens
 
     @property
     def num_output_tokens(self) -> int:
+        """Tokens sampled and seen."""
         return len(self.token_ids) - self.prompt_len
 
     @property

@@ -1,33 +1,94 @@
-"""ModelRunner: turns a scheduled step into a ForwardBatch, and the batch into logits."""
+"""ModelRunner: turns a scheduled step into a ForwardBatch, the batch into logits, and the logits into tokens."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
+from typing import Any, Protocol, Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from minillm.attention.backend import AttentionBackend
 from minillm.cache.kv_store import KVStore
-from minillm.engine.batch import ForwardBatch, Row
+from minillm.engine.batch import ForwardBatch, Row, to_device
 from minillm.engine.compiled import CompiledDecode
+from minillm.engine.graphs import DecodeGraphs
+from minillm.engine.request import Request
+from minillm.engine.sampler import Sampled, sample
 from minillm.engine.scheduler import Scheduled, SchedulerOutput
 from minillm.model.transformer import Transformer
 from minillm.perf.work import Work
+from minillm.sampling_params import SamplingParams
+
+UNKNOWN = 0
+"""Stands in a batch for a token that the step before has not sampled yet."""
+
+
+class ForwardPath(Protocol):
+    """One way to compute the model's forward pass. fused: its small operators are compiled into few."""
+
+    fused: bool
+
+    def plan(self, batch: ForwardBatch) -> Any: ...
+    def run(self, batch: ForwardBatch, plan: Any) -> Tensor: ...
+
+
+class Eager:
+    """Operator by operator: any batch, any store, any attention backend."""
+
+    fused = False
+
+    def __init__(self, model: Transformer, store: KVStore, backend: AttentionBackend):
+        self.model, self.store, self.backend = model, store, backend
+
+    def plan(self, batch: ForwardBatch) -> Any:
+        return self.backend.plan(batch, self.model.dtype)
+
+    def run(self, batch: ForwardBatch, plan: Any) -> Tensor:
+        logits: Tensor = self.model(batch, self.store, self.backend, plan)
+        return logits
+
+
+@dataclass(frozen=True)
+class Seat:
+    """A row that gets a token, as it is when its step is launched; num_tokens: how many stand before that token."""
+
+    request: Request
+    params: SamplingParams
+    seed: int
+    num_tokens: int
+
+
+@dataclass(frozen=True)
+class Step:
+    """All that a step needs but the tokens of the step before it. path: who computes it. padding: rows that the path added.
+
+    unknown: where in batch.token_ids tokens of the step before belong, and whose.
+    """
+
+    path: ForwardPath
+    batch: ForwardBatch
+    plan: Any
+    work: Work
+    padding: int
+    seats: list[Seat]
+    unknown: list[tuple[int, Request]]
 
 
 @dataclass(frozen=True)
 class StepResult:
-    """logits: [samples, vocab] in the order of ``sampled``, the entries that caught up. work: counted for the whole step."""
+    """What every seat got, in the order of Step.seats."""
 
-    logits: Tensor
-    sampled: list[Scheduled]
-    work: Work
+    tokens: dict[Request, Sampled]
 
 
 class ModelRunner:
-    """Owns the model, the KV store and the attention backend; keeps nothing from one step to the next but the KV."""
+    """Owns the model, the KV store and the attention backend; keeps nothing from one step to the next but the KV.
+
+    ``prepare`` is the host's half of a step, ``run`` the device's; ``forward`` is the model alone.
+    """
 
     def __init__(
         self,
@@ -36,26 +97,57 @@ class ModelRunner:
         backend: AttentionBackend,
         block_size: int,
         compiled: CompiledDecode | None = None,
+        graphs: DecodeGraphs | None = None,
     ):
-        self.model, self.store, self.backend, self.block_size, self.compiled = model, store, backend, block_size, compiled
+        self.model, self.store, self.backend, self.block_size = model, store, backend, block_size
+        self.compiled, self.graphs, self.eager = compiled, graphs, Eager(model, store, backend)
 
-    @torch.inference_mode()
-    def run(self, output: SchedulerOutput) -> StepResult:
+    def prepare(self, output: SchedulerOutput) -> Step:
+        """Build the tensors and the attention plan, and count the work. Nothing here needs the step before to have run."""
         rows = [row_of(s) for s in output.scheduled]
         batch = ForwardBatch.build(rows, self.block_size, output.padded_tokens, self.model.device)
-        logits, work = self.forward(batch)
-        return StepResult(logits, [s for s in output.scheduled if s.catches_up], work)
+        path = self._path(batch)
+        full = self.graphs.pad(batch) if path is self.graphs and self.graphs else batch
+        plan = path.plan(full)
+        seats = [
+            Seat(s.request, s.request.params, s.request.seed, s.request.num_tokens) for s in output.scheduled if s.catches_up
+        ]
+        ends = accumulate(s.num_tokens for s in output.scheduled)
+        unknown = [(end - 1, s.request) for s, end in zip(output.scheduled, ends) if s.catches_up and s.request.num_pending]
+        return Step(path, full, plan, self._work(path, full, plan), full.num_rows - batch.num_rows, seats, unknown)
+
+    @torch.inference_mode()
+    def run(self, step: Step, before: StepResult | None = None) -> StepResult:
+        """Compute and sample. before: what the step before this one gave, if that was in flight when this one was prepared."""
+        if step.unknown:
+            assert before is not None
+            at, owners = zip(*step.unknown)
+            ids = np.array([before.tokens[request].token_id for request in owners])
+            device = step.batch.token_ids.device
+            step.batch.token_ids[to_device(np.array(at), device)] = to_device(ids, device)
+        logits = step.path.run(step.batch, step.plan)[: len(step.seats)]
+        tokens = sample(logits, step.seats)
+        return StepResult({seat.request: token for seat, token in zip(step.seats, tokens, strict=True)})
 
     def forward(self, batch: ForwardBatch) -> tuple[Tensor, Work]:
-        if self.compiled is not None and self.compiled.accepts(batch):
-            logits, groups = self.compiled.run(batch)
-            return logits, self.model.work(batch, self.backend, groups, fused=True)
-        plan = self.backend.plan(batch, self.model.dtype)
-        logits = self.model(batch, self.store, self.backend, plan)
-        return logits, self.model.work(batch, self.backend, plan)
+        """Logits [samples, vocab] of the tokens that batch.logit_indices names, and the work of computing them."""
+        path = self.compiled if self.compiled is not None and self.compiled.accepts(batch) else self.eager
+        plan = path.plan(batch)
+        return path.run(batch, plan), self._work(path, batch, plan)
+
+    def _path(self, batch: ForwardBatch) -> ForwardPath:
+        for path in (self.graphs, self.compiled):
+            if path is not None and path.accepts(batch):
+                return path
+        return self.eager
+
+    def _work(self, path: ForwardPath, batch: ForwardBatch, plan: Any) -> Work:
+        work = self.model.work(batch, self.backend, plan, fused=path.fused)
+        return replace(work, launches=self.graphs.launches(work.launches)) if path is self.graphs and self.graphs else work
 
 
 def row_of(s: Scheduled) -> Row:
-    start = s.request.num_computed_tokens
-    ids: Sequence[int] = s.request.token_ids[start : start + s.num_tokens]
-    return Row(ids, start, s.request.blocks, wants_logits=s.catches_up)
+    """The scheduled tokens with a block table of their own: the request's may grow while the step is in flight."""
+    ids: Sequence[int] = s.request.token_ids[s.start : s.start + s.num_tokens]
+    missing = s.num_tokens - len(ids)  # the last token of a request, while the step that samples it is in flight
+    return Row([*ids, *[UNKNOWN] * missing], s.start, tuple(s.request.blocks), wants_logits=s.catches_up)

@@ -3,16 +3,27 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Sequence
+from typing import Protocol, Sequence
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from minillm.engine.request import Request
+from minillm.sampling_params import SamplingParams
 
 CANDIDATES = 1024
 """Filters look at this many most likely tokens first; a full sort follows only where their mass does not suffice."""
+
+
+class Sampling(Protocol):
+    """What a token depends on besides its logits: a request, or what is known of one when its step is launched."""
+
+    @property
+    def params(self) -> SamplingParams: ...
+    @property
+    def seed(self) -> int: ...
+    @property
+    def num_tokens(self) -> int: ...
 
 
 @dataclass(frozen=True)
@@ -21,7 +32,7 @@ class Sampled:
     logprobs: dict[int, float] | None
 
 
-def sample(logits: Tensor, requests: Sequence[Request]) -> list[Sampled]:
+def sample(logits: Tensor, requests: Sequence[Sampling]) -> list[Sampled]:
     """logits [rows, vocab], one row per request. A row's token depends on that row, its parameters, its seed and the number
     of tokens before it, never on the rows beside it."""
     tokens = most_likely(logits)
@@ -46,7 +57,7 @@ def most_likely(logits: Tensor) -> list[int]:
     return tokens
 
 
-def draw(row: Tensor, request: Request, position: int) -> int:
+def draw(row: Tensor, request: Sampling, position: int) -> int:
     """The token at this position of the request, from row [vocab] under its parameters."""
     params = request.params
     ids, probs = distribution(row, params.temperature, params.top_k, params.top_p)

@@ -15,15 +15,21 @@ from minillm.engine.request import Request, Status
 
 @dataclass(frozen=True)
 class Scheduled:
-    """One request's share of a step: its next num_tokens tokens."""
+    """One request's share of a step: its next num_tokens tokens, from position start on.
+
+    catches_up: whether the request has nothing left to compute afterwards, so that a token can be sampled.
+    """
 
     request: Request
     num_tokens: int
+    start: int = field(init=False)
+    catches_up: bool = field(init=False)
 
-    @property
-    def catches_up(self) -> bool:
-        """Whether the request has nothing left to compute afterwards, so that a token can be sampled."""
-        return self.request.num_computed_tokens + self.num_tokens == self.request.num_tokens
+    def __post_init__(self) -> None:
+        # fixed when the step is planned: the request moves on while the step is in flight
+        start = self.request.num_computed_tokens
+        object.__setattr__(self, "start", start)
+        object.__setattr__(self, "catches_up", start + self.num_tokens == self.request.num_tokens)
 
 
 @dataclass(frozen=True)
@@ -90,12 +96,12 @@ class Scheduler:
             running = list(self.running)
             granted, starting = self._ask(running, candidates)
             victims = len(preempted)
-            scheduled = self._advance(zip(running, granted, strict=True), preempted)
-            if not preempted:  # who was pushed out shall not find newcomers in its place
+            scheduled, short = self._advance(zip(running, granted, strict=True), preempted)
+            if not short:  # who was pushed out, or found no slots, shall not find newcomers in its place
                 admitted = self._admit(starting)
                 scheduled += admitted
             if not self.running or (not candidates and len(preempted) == victims):
-                break
+                break  # also when all wait for what is in flight
             candidates = ()  # if nobody could start, or the only one granted anything was preempted, the others go on
         if len(admitted) == len(self.running):
             self._batch_size = len(admitted)
@@ -104,7 +110,7 @@ class Scheduler:
 
     def _ask(self, running: Sequence[Request], candidates: Iterable[Request]) -> tuple[list[int], Iterator[tuple[Request, int]]]:
         """The policy's grants for running requests, and for waiting ones that are to start; ValueError if it breaks a rule."""
-        left = [r.num_tokens - r.num_computed_tokens for r in running]
+        left = [r.num_left for r in running]
         seen: list[Request] = []
 
         def waiting() -> Iterator[int]:
@@ -140,16 +146,24 @@ class Scheduler:
             raise ValueError(f"batching policy {name} would run {rows} requests at once; the limit is {self.max_num_seqs}")
         return grants
 
-    def _advance(self, shares: Iterable[tuple[Request, int]], preempted: list[Request]) -> list[Scheduled]:
+    def _advance(self, shares: Iterable[tuple[Request, int]], preempted: list[Request]) -> tuple[list[Scheduled], bool]:
+        """What the running requests compute, and whether slots were short."""
         scheduled = []
         for request, n in shares:
-            if n and request.status is Status.RUNNING and self._find_slots(request, n, preempted):
-                scheduled.append(Scheduled(request, n))
-        return scheduled
+            if n and request.status is Status.RUNNING:
+                if self._find_slots(request, n, preempted):
+                    scheduled.append(Scheduled(request, n))
+                elif request.status is Status.RUNNING:
+                    return scheduled, True  # those after it wait as well: they are next to be preempted for it
+        return scheduled, bool(preempted)
 
     def _find_slots(self, request: Request, n: int, preempted: list[Request]) -> bool:
+        """Slots for n more tokens, taken from the youngest if they must be. False: the request was preempted itself, or the
+        youngest has a step in flight that reads its blocks, and the request has to sit this step out."""
         while self.cache.allocate(request, request.num_computed_tokens + n) is None:
             victim = self.running.last
+            if victim.num_in_flight:
+                return False
             self._preempt(victim)
             preempted.append(victim)
             if victim is request:
@@ -204,16 +218,46 @@ class Scheduler:
         padded = min(self._batch_size * max(s.num_tokens for s in scheduled), self.budget)
         return max(padded - used, 0), self._batch_size - len(scheduled)
 
-    def update(self, output: SchedulerOutput) -> None:
-        """The step has run: its tokens are computed. Sampled tokens are appended by the engine afterwards."""
+    def launched(self, output: SchedulerOutput) -> None:
+        """The step is on its way: the next one may be planned on its tokens, computed or sampled."""
         for s in output.scheduled:
             self._set_computed(s.request, s.request.num_computed_tokens + s.num_tokens)
-            if not self.keep_kv:
+            s.request.num_pending += s.catches_up
+            s.request.num_in_flight += 1
+
+    def update(self, output: SchedulerOutput) -> None:
+        """The step has run: its tokens are computed. Sampled tokens are appended by the engine afterwards."""
+        self._land(output)
+        if not self.keep_kv:
+            for s in output.scheduled:
                 self.cache.free(s.request)
                 self._set_computed(s.request, 0)
 
+    def undo(self, output: SchedulerOutput) -> None:
+        """The step has failed: nothing of it counts, and what is left to do is planned again. Youngest step first."""
+        for s in output.scheduled:
+            if s.request.status is Status.RUNNING:
+                self._set_computed(s.request, s.start)
+            else:
+                s.request.num_computed_tokens = s.start
+        self._land(output)
+
+    def _land(self, output: SchedulerOutput) -> None:
+        for s in output.scheduled:
+            s.request.num_pending -= s.catches_up
+            s.request.num_in_flight -= 1
+        faults = []
+        for s in output.scheduled:
+            if s.request.status is Status.FINISHED and not s.request.num_in_flight:  # it ended while the step was in flight
+                try:
+                    self.cache.free(s.request)
+                except Exception as fault:  # a prefix cache of somebody's own; the others' blocks come back all the same
+                    faults.append(fault)
+        if faults:
+            raise faults[0]
+
     def finish(self, request: Request, reason: str) -> None:
-        """End a waiting or running request and take its blocks back."""
+        """End a waiting or running request and take its blocks back, once no step in flight can read them."""
         if request.status is Status.RUNNING:
             self.running.remove(request)
             self.num_live_tokens -= request.num_computed_tokens
@@ -221,4 +265,5 @@ class Scheduler:
             self.waiting.remove(request)
         request.status = Status.FINISHED
         request.finish_reason = reason
-        self.cache.free(request)
+        if not request.num_in_flight:
+            self.cache.free(request)

@@ -19,7 +19,8 @@ class Needles:
     Occupy less: bytes held; allocated counts whole blocks, live only tokens, peaks are since the last reset.
     Saturate: slots (of max_num_seqs) used, padded and idle, summed over steps; padded_tokens computed for nobody; launches;
     stalled_tokens: decoding requests in a step that also computes somebody's prompt, or that had to sit one out.
-    Break serial: steps are passes over the weights; row_passes counts a pass once per request that got a token from it.
+    Break serial: steps are passes over the weights; row_passes counts a pass once per request that got a token from it;
+    wasted tokens were sampled and are in no output: their request had ended, which an overlapped step sees too late.
     """
 
     tokens_computed: int = 0
@@ -131,7 +132,7 @@ class Meter:
         """What is held between two steps, after finished requests gave their blocks back."""
         self._needles = replace(self._needles, kv_allocated_bytes=kv_allocated, kv_live_bytes=kv_live)
 
-    def record(self, step: StepCounts, work: Work, output_tokens: int) -> None:
+    def record(self, step: StepCounts, work: Work, output_tokens: int, wasted: int = 0) -> None:
         n = self._needles
         total = n.work + work
         self._needles = replace(
@@ -146,6 +147,7 @@ class Meter:
             padded_tokens=n.padded_tokens + step.padded_tokens, launches=total.launches,
             stalled_tokens=n.stalled_tokens + step.stalled_tokens, steps=n.steps + 1,
             row_passes=n.row_passes + step.sampled_rows, output_tokens=n.output_tokens + output_tokens,
+            wasted=n.wasted + wasted,
         )  # fmt: skip
 
     def __getattr__(self, name: str) -> Any:

@@ -63,7 +63,7 @@ class Compiled:
         step, calls = llm.engine.runner.compiled, []
         assert step is not None
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(step, "run", lambda batch, run=step.run: calls.append(batch.num_rows) or run(batch))
+            patch.setattr(step, "run", lambda batch, plan, run=step.run: calls.append(batch.num_rows) or run(batch, plan))
             got = tokens(llm, prompts)
         assert got == tokens(self.eager, prompts)
         assert len(calls) >= GREEDY.max_tokens - 1 and max(calls) >= len(prompts)
@@ -100,7 +100,7 @@ def test_a_second_engine_finds_the_package_and_mixes_decoding_with_prompts_in_ch
     step, sizes = second.engine.runner.compiled, list[int]()
     assert step is not None
     run = step.run
-    step.run = lambda batch: sizes.append(batch.num_rows) or run(batch)  # type: ignore[method-assign]
+    step.run = lambda batch, plan: sizes.append(batch.num_rows) or run(batch, plan)  # type: ignore[method-assign]
     assert tokens(second, PROMPTS) == tokens(compiled.eager, PROMPTS)
     assert {1, 2, 3} >= set(sizes) and second.meter.snapshot().steps > len(sizes) > 20  # the other steps had prompts in them
 
@@ -128,7 +128,7 @@ def test_logits_are_the_eager_ones(compiled: Compiled, kv_lens: tuple[int, ...])
     backend = TorchAttention(model.config.sliding_window)
     with torch.inference_mode():
         expected = model(batch, PlainKVStore(kept), backend, backend.plan(batch, model.dtype))
-        logits, _ = step.run(batch)
+        logits = step.run(batch, step.plan(batch))
     torch.testing.assert_close(logits, expected, rtol=tolerance, atol=tolerance)
     for ours, theirs in zip(step.store.layers, kept, strict=True):  # and the step wrote the same keys and values
         torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=tolerance)

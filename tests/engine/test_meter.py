@@ -231,7 +231,7 @@ def test_matmul_flops_equal_torchs_own_count(group, options):
 @given(st.data(), workloads(greedy_params(), max_requests=4), st.sampled_from(WINDOWS))
 def test_attention_flops_are_four_per_visible_pair_and_query_element(data, work, window):
     options = data.draw(engine_options(max(slots_needed(p, s) for p, s in work)))
-    engine = tiny_engine(3, window, **options)
+    engine = tiny_engine(3, window, **(options | {"cuda_graphs": False}))  # a graph's batches do not say what they hold
     for prompt, params in work:
         engine.add_request(prompt, params)
     with watched(engine.model) as batches:

@@ -136,7 +136,9 @@ class EngineMachine(RuleBasedStateMachine):
         busy = self.engine.scheduler.has_work
         for out in self.engine.step():
             self.receive(out)
-        assert len(self.backend.batches) == busy, "one pass of the model in a step with work, none without"
+        # with overlap, a step may have nothing to do but to wait for the last tokens of all
+        least = 0 if self.engine.options.overlap else busy
+        assert least <= len(self.backend.batches) <= busy, "one pass of the model in a step with work, none without"
         for batch in self.backend.batches:
             assert batch.num_tokens <= self.engine.options.max_num_batched_tokens
             slots = batch.slots.tolist()[: batch.num_tokens - batch.num_padding]
@@ -150,8 +152,13 @@ class EngineMachine(RuleBasedStateMachine):
     @rule()
     def step_that_is_interrupted(self):
         self.backend.error = KeyboardInterrupt()
-        with pytest.raises(KeyboardInterrupt):
-            self.engine.step()
+        try:  # with overlap, the step in flight may be past the point, and the one after it is seen a step later
+            while self.engine.scheduler.has_work:
+                self.step()
+        except KeyboardInterrupt:
+            pass
+        assert self.backend.error is None or self.engine.options.overlap
+        self.backend.error = None
 
     @precondition(lambda self: self.sent)
     @rule(data=st.data())
@@ -204,7 +211,10 @@ class EngineMachine(RuleBasedStateMachine):
         pool, scheduler = self.engine.cache.pool, self.engine.scheduler
         pool.check()
         assert pool.num_free + pool.num_referenced + pool.num_cached == pool.num_blocks
-        tables = Counter(b for r in scheduler.running for b in r.blocks)
+        flying = {r: None for flight in self.engine._flights for r in (s.request for s in flight.plan.scheduled)}
+        gone = [r for r in flying if r not in scheduler.running]
+        tables = Counter(b for r in [*scheduler.running, *gone] for b in r.blocks)
+        tables.update(b for flight in self.engine._flights for b in flight.spare)
         assert all(pool.ref_count(b) == n for b, n in tables.items()) and pool.num_referenced == len(tables)
         assert pool.num_shared == sum(n - 1 for n in tables.values())
         assert 0 not in tables and not any(r.blocks for r in scheduler.waiting)
@@ -219,6 +229,9 @@ class EngineMachine(RuleBasedStateMachine):
         else:
             assert set(tables.values()) <= {1} and pool.num_cached == 0
         assert scheduler.num_live_tokens == sum(r.num_computed_tokens for r in scheduler.running)
+        assert all(r.blocks for r in flying), "what a step in flight reads is not released"
+        assert {r for r in scheduler.running if r.num_in_flight} <= set(flying)
+        assert not any(r.num_in_flight or r.num_pending for r in scheduler.waiting)
         for r in scheduler.running:
             assert len(r.blocks) >= self.engine.cache.blocks_for(r.num_computed_tokens)
             assert len(set(r.blocks)) == len(r.blocks)
