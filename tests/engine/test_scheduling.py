@@ -54,7 +54,8 @@ def test_a_step_never_schedules_more_than_the_budget_and_never_nothing(data, wor
     while engine.has_work:
         plan = schedule()
         engine.scheduler.schedule = lambda plan=plan: plan
-        assert 0 < plan.num_tokens and plan.num_tokens + plan.padded_tokens <= limit
+        assert plan.num_tokens or options["overlap"], "with overlap, all that is left may be in flight"
+        assert plan.num_tokens + plan.padded_tokens <= limit
         assert all(s.num_tokens > 0 for s in plan.scheduled)
         assert len(plan.scheduled) + plan.padded_rows <= options["max_num_seqs"]
         assert not {id(r) for r in plan.preempted} & {id(s.request) for s in plan.scheduled}
