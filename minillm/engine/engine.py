@@ -39,6 +39,15 @@ log = logging.getLogger("minillm")
 PREFIX_CACHES = {"hash": HashPrefixCache, "radix": RadixPrefixCache}
 
 
+def make_prefix_cache(options: EngineConfig, block_size: int) -> PrefixCache:
+    """The prefix cache that these options name, or the object that they hold."""
+    chosen = options.prefix_cache
+    if chosen == "none":
+        return NoPrefixCache()
+    cache: PrefixCache = PREFIX_CACHES[chosen](block_size) if isinstance(chosen, str) else chosen
+    return cache
+
+
 @dataclass(frozen=True)
 class Live:
     """A request that has not ended, with its growing text."""
@@ -108,11 +117,7 @@ class Engine:
         return store
 
     def _make_prefix(self, block_size: int) -> PrefixCache:
-        chosen = self.options.prefix_cache
-        if chosen == "none":
-            return NoPrefixCache()
-        cache: PrefixCache = PREFIX_CACHES[chosen](block_size) if isinstance(chosen, str) else chosen
-        return cache
+        return make_prefix_cache(self.options, block_size)
 
     def _compile(self, backend: object) -> CompiledDecode | None:
         if type(backend) is not TorchAttention or type(self.store) is not PlainKVStore:

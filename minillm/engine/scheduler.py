@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from dataclasses import dataclass, field
-from typing import Iterable, Iterator, Sequence
+from typing import Callable, Iterable, Iterator, Sequence
 
 from minillm.cache.manager import CacheManager
 from minillm.config import EngineConfig
@@ -66,6 +66,7 @@ class Scheduler:
         self.waiting = WaitingQueue() if waiting is None else waiting
         self.running = RequestList()
         self.num_live_tokens = 0  # of all running requests: their num_computed_tokens
+        self.observers: list[Callable[[SchedulerOutput], None]] = []  # called with every step that was chosen, before it runs
         self._batch_size = 0
         self.num_preemptions = 0
 
@@ -106,7 +107,10 @@ class Scheduler:
         if len(admitted) == len(self.running):
             self._batch_size = len(admitted)
         tokens, rows = self._padding(scheduled)
-        return SchedulerOutput(scheduled, [s.request for s in admitted], preempted, tokens, rows)
+        output = SchedulerOutput(scheduled, [s.request for s in admitted], preempted, tokens, rows)
+        for observe in self.observers:
+            observe(output)
+        return output
 
     def _ask(self, running: Sequence[Request], candidates: Iterable[Request]) -> tuple[list[int], Iterator[tuple[Request, int]]]:
         """The policy's grants for running requests, and for waiting ones that are to start; ValueError if it breaks a rule."""

@@ -1,0 +1,1 @@
+from ..strategies import one_thread  # noqa: F401
