@@ -114,6 +114,15 @@ def test_a_padded_static_batch_may_be_compiled_too(compiled: Compiled) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_compiled_step_is_replayed_in_fixed_sizes(compiled: Compiled, overlap: bool) -> None:
+    llm = LLM(compiled.model, num_blocks=80, block_size=4, compile=True, cuda_graphs=True, overlap=overlap)
+    assert tokens(llm, PROMPTS) == tokens(compiled.eager, PROMPTS)
+    graphs = llm.engine.runner.graphs
+    assert graphs is not None and graphs.fused and graphs.sizes == [(8, 32)] and llm.meter.slots_padded == 3 * 19
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("kv_lens", [(1,), (1, 1), (2, 30), (9, 10, 11), (64, 1, 17, 4, 33, 8, 2)])
 def test_logits_are_the_eager_ones(compiled: Compiled, kv_lens: tuple[int, ...]) -> None:
     model, step = compiled.model, compiled.llm.engine.runner.compiled
