@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import os
 from dataclasses import dataclass, field
 from typing import Any, Literal, Mapping
 
@@ -183,6 +184,10 @@ class EngineConfig:
     kv_store: "plain", or a callable (config, num_slots, dtype, device) that makes a KVStore: a class of one's own.
     attention_backend, prefix_cache, quantization: a name, or an object that implements the seam.
     prefix_cache: "none"; "hash" (a table of blocks) or "radix" (a tree) keep what finished and running requests computed.
+    host_cache, disk_cache: bytes of memory and of disk for KV that the pool has no room for, or a Tier object; they need a prefix
+    cache. disk_folder: where the files lie; None is a folder of the user's cache. cache_write: "back" copies a block down when
+    the pool evicts it, "through" as soon as it is computed. tier_policy: "auto" loads what is predicted to be faster loaded than
+    computed, "always" whatever is found; or a callable (LoadOffer) → blocks to load.
     compile: compile the decode step ahead of time (a minute the first time, kept on disk).
     cuda_graphs: record decode steps of a few sizes and replay them (on a CPU: pad and call); True, or a Padding of one's own.
     overlap: plan the next step and sort out the last one while one runs; a text that stops costs one wasted token.
@@ -205,6 +210,11 @@ class EngineConfig:
     attention_backend: Any = "auto"
     prefix_cache: Any = "none"
     quantization: Any = None
+    host_cache: Any = None
+    disk_cache: Any = None
+    disk_folder: Any = None
+    cache_write: Literal["back", "through"] = "back"
+    tier_policy: Any = "auto"
     compile: bool = False
     cuda_graphs: Any = False
     overlap: bool = False
@@ -237,6 +247,7 @@ class EngineConfig:
             _check_choice("prefix_cache", self.prefix_cache, ("none", "hash", "radix"))
         else:
             _check_parts("prefix_cache", self.prefix_cache, ("match", "insert", "holds", "evict"), "a name or a PrefixCache")
+        self._check_tiers()
         if self.quantization is not None:
             _check_parts("quantization", self.quantization, ("pack", "apply", "unpack"), "None or a LinearMethod")
         if isinstance(self.seed, bool) or not isinstance(self.seed, int) or self.seed < 0:
@@ -259,6 +270,29 @@ class EngineConfig:
         _check_choice("order of the batching policy", getattr(self.batching, "order", "arrival"), ("arrival", "length", "cache"))
         if self.prefill != "chunked":
             raise ValueError(f"a batching policy of one's own decides who computes prompts; prefill={self.prefill!r} cannot hold")
+
+    def _check_tiers(self) -> None:
+        for name, size in (("host_cache", self.host_cache), ("disk_cache", self.disk_cache)):
+            if size is None:
+                continue
+            if isinstance(size, (int, float, str)):
+                _check_count(**{name: size})  # type: ignore[arg-type]
+            else:
+                _check_parts(name, size, ("has", "use", "read", "write"), "a number of bytes or a Tier")
+            if isinstance(self.prefix_cache, str) and self.prefix_cache == "none":
+                raise ValueError(f"{name} keeps what a prefix cache evicts; with prefix_cache='none' there is nothing to keep")
+        if self.disk_folder is not None:
+            if not isinstance(self.disk_folder, (str, os.PathLike)) or not str(self.disk_folder):
+                raise ValueError(f"disk_folder must be a path, got {self.disk_folder!r:.60}")
+            if self.disk_cache is None:
+                raise ValueError(f"disk_folder is {str(self.disk_folder)!r}, but disk_cache, its size in bytes, is not given")
+        if not isinstance(self.cache_write, str):
+            raise ValueError(f"cache_write must be a string, got {self.cache_write!r:.60}")
+        _check_choice("cache_write", self.cache_write, ("back", "through"))
+        if isinstance(self.tier_policy, str):
+            _check_choice("tier_policy", self.tier_policy, ("auto", "always"))
+        elif not callable(self.tier_policy):
+            raise ValueError(f"tier_policy must be 'auto', 'always' or a callable, got {self.tier_policy!r:.60}")
 
     @classmethod
     def from_options(cls, **options: Any) -> "EngineConfig":

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Iterable
+import contextlib
+from typing import Callable, Iterable
 
 from minillm.cache.block_pool import BlockPool
 from minillm.cache.prefix import PrefixCache
 from minillm.cache.snapshot import CacheSnapshot
+from minillm.cache.tiered import Found, TieredCache
 from minillm.engine.request import Request
 
 
@@ -17,6 +19,7 @@ class CacheManager:
         self.pool = pool
         self.prefix = prefix
         self.block_size = block_size
+        self.tiers = prefix if isinstance(prefix, TieredCache) else None
 
     def blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
@@ -37,6 +40,40 @@ class CacheManager:
         peek = getattr(self.prefix, "peek", None)
         blocks = peek(ids) if peek else len(self.prefix.match(ids))
         return min(blocks, len(ids) // self.block_size) * self.block_size
+
+    def admit(self, request: Request, n: int) -> tuple[int, int] | None:
+        """Give a request without KV its cached prefix, from the pool and from the tiers below, and slots for n tokens more.
+
+        Returns the tokens of the prefix, whose KV is there, and those that have slots, n or what is left; None, with nothing
+        changed, when the pool cannot give the slots. What cannot be loaded is left to compute.
+        """
+        matched = self.match(request)
+        limit = (request.num_tokens - 1) // self.block_size
+        while True:
+            found = self.tiers.find(request.token_ids, len(matched), limit) if self.tiers else Found()
+            hit = (len(matched) + len(found)) * self.block_size
+            n = min(n, request.num_tokens - hit)
+            with self.tiers.pending(found) if self.tiers and found else contextlib.nullcontext():
+                if self.allocate(request, hit + n, matched) is None:
+                    return None
+                loaded = self._load(request, found, len(matched))
+            if loaded == len(found):
+                request.num_loaded_tokens = loaded * self.block_size
+                return hit, n
+            limit = len(matched) + loaded  # once more, with what could be read
+
+    def _load(self, request: Request, found: Found, num_matched: int) -> int:
+        """Blocks loaded: all that were found, or fewer and then the request has no blocks again."""
+        loaded = 0
+        if self.tiers is None or not found:
+            return loaded
+        try:
+            loaded = self.tiers.load(found, request.blocks[num_matched : num_matched + len(found)])
+        finally:
+            if loaded < len(found):
+                blocks, request.blocks = request.blocks, []
+                self.pool.release(blocks, keep=[b for b in blocks if self.prefix.holds(b)])
+        return loaded
 
     def allocate(self, request: Request, num_tokens: int, matched: list[int] | None = None) -> list[int] | None:
         """Let the request hold KV for num_tokens tokens; matched blocks come first in the table of a request that has none.

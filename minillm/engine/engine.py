@@ -21,6 +21,7 @@ from minillm.cache.prefix import HashPrefixCache, NoPrefixCache, PrefixCache
 from minillm.cache.radix import RadixPrefixCache
 from minillm.cache.sizing import pool_size
 from minillm.cache.snapshot import CacheSnapshot
+from minillm.cache.tier_setup import calibrate, with_tiers
 from minillm.config import EngineConfig
 from minillm.engine.admission import Admission, TokenizerLike
 from minillm.engine.compiled import CompiledDecode, CompileUnavailable
@@ -79,7 +80,8 @@ class Engine:
         self.pool_size = pool_size(options, token_bytes, self.max_model_len, model.device)
         block_size, num_blocks = self.pool_size.block_size, self.pool_size.num_blocks
         self.store = self._make_store((num_blocks + 1) * block_size, shared=not keep_kv)
-        self.cache = CacheManager(BlockPool(num_blocks), self._make_prefix(block_size), block_size)
+        prefix = with_tiers(self._make_prefix(block_size), options, model, self.store, backend, block_size)
+        self.cache = CacheManager(BlockPool(num_blocks), prefix, block_size)
         self.scheduler = Scheduler.from_options(options, self.cache)
         recompute_limit = None if keep_kv else options.max_num_batched_tokens
         self.admission = Admission(tokenizer, config.vocab_size, self.max_model_len, self.cache.capacity, recompute_limit)
@@ -88,6 +90,8 @@ class Engine:
         self.runner = ModelRunner(model, self.store, backend, block_size, compiled, graphs)
         self.pipeline = OneAhead() if options.overlap else Inline()
         self._flights: deque[Flight] = deque()
+        if self.cache.tiers is not None:
+            calibrate(self.cache.tiers, self.runner.forward, config, min(options.max_num_batched_tokens, self.max_model_len), num_blocks)
         self.meter = Meter(self.weight_bytes, num_blocks * block_size * self.store.bytes_per_token)
         self._live: dict[str, Live] = {}
         self._held: list[RequestOutput] = []
@@ -241,7 +245,7 @@ class Engine:
                 self._drop(request)
                 faults.append(fault)
         self.meter.record(flight.counts, flight.step.work, output_tokens=len(result.tokens) - wasted, wasted=wasted)
-        self.meter.hold_kv(*self._kv_bytes())
+        self._weigh()
         if faults:
             raise faults[0]
 
@@ -283,7 +287,7 @@ class Engine:
             try:
                 self.scheduler.finish(live.request, "abort")
             finally:
-                self.meter.hold_kv(*self._kv_bytes())
+                self._weigh()
                 mine.append(self._output(live.request))
                 self._settle()
         return replace(mine[-1], delta="".join(o.delta for o in mine)) if mine else None
@@ -327,6 +331,7 @@ class Engine:
             request_id=request.request_id, prompt_token_ids=tuple(request.token_ids[: request.prompt_len]),
             token_ids=text.token_ids, text=text.text, delta=text.take_delta(),
             finish_reason=request.finish_reason, logprobs=logprobs, num_cached_tokens=request.num_cached_tokens,
+            num_loaded_tokens=request.num_loaded_tokens,
         )  # fmt: skip
 
     def _count(self, plan: SchedulerOutput, step: Step) -> StepCounts:
@@ -342,11 +347,18 @@ class Engine:
         return StepCounts(
             tokens=plan.num_tokens, reused_tokens=sum(r.num_computed_tokens for r in requests),
             prefix_tokens=sum(r.num_cached_tokens for r in plan.admitted),
+            loaded_tokens=sum(r.num_loaded_tokens for r in plan.admitted),
             padded_tokens=plan.padded_tokens + step.padding,
             rows=len(requests), padded_rows=plan.padded_rows + step.padding,
             idle_rows=self.options.max_num_seqs - len(requests) - plan.padded_rows - step.padding,
             stalled_tokens=stalled, sampled_rows=len(step.seats), kv_allocated=allocated, kv_live=live,
         )  # fmt: skip
+
+    def _weigh(self) -> None:
+        """After requests gave blocks back: what is held, and what went to and came from the tiers."""
+        self.meter.hold_kv(*self._kv_bytes())
+        if self.cache.tiers is not None:
+            self.meter.move_tiers(*self.cache.tiers.take_traffic())
 
     def _kv_bytes(self, computing: int = 0) -> tuple[int, int]:
         """Bytes of KV allocated and live, now or while a step computes that many tokens."""

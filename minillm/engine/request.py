@@ -21,6 +21,8 @@ class RequestOutput:
     text and token_ids are cut at the same place: a stop token or stop string is in neither.
     finish_reason: None while running, then "stop" | "length" | "abort". delta: text that is new since the last output.
     logprobs: per output token {token id: log-probability under the model}, the chosen token first; None unless asked for.
+    num_cached_tokens: found in a prefix cache at the last admission; num_loaded_tokens: those of them that came from a tier below
+    the pool.
     """
 
     request_id: str
@@ -31,6 +33,7 @@ class RequestOutput:
     finish_reason: str | None
     logprobs: tuple[dict[int, float], ...] | None = None
     num_cached_tokens: int = 0
+    num_loaded_tokens: int = 0
 
     @property
     def finished(self) -> bool:
@@ -57,6 +60,7 @@ class Request:
     max_tokens: int
     num_computed_tokens: int = 0
     num_cached_tokens: int = 0
+    num_loaded_tokens: int = 0
     blocks: list[int] = field(default_factory=list)
     prompt_offered: bool = False
     status: Status = Status.WAITING

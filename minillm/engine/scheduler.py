@@ -201,11 +201,10 @@ class Scheduler:
 
     def _start(self, request: Request, n: int) -> int:
         """Give a waiting request its cached prefix and slots for n tokens more; 0, and nothing changed, if that cannot be."""
-        matched = self.cache.match(request)
-        hit = len(matched) * self.cache.block_size
-        n = min(n, request.num_tokens - hit)
-        if self.cache.allocate(request, hit + n, matched) is None:
+        admitted = self.cache.admit(request, n)
+        if admitted is None:
             return 0
+        hit, n = admitted
         self._set_computed(request, hit)
         request.num_cached_tokens = hit
         return n

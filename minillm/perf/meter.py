@@ -15,7 +15,8 @@ class Needles:
     """What the engine did between two moments. Subtract an earlier snapshot from a later one; sizes held are the later one's.
 
     Skip: tokens_computed went through the model; tokens_reused did not, because their KV was there (summed over steps);
-    prefix_tokens were found in a prefix cache. Compute less: flops by precision. Move less: bytes by kind.
+    prefix_tokens were found in a prefix cache, loaded_tokens of them in a tier below the pool. Compute less: flops by precision.
+    Move less: bytes by kind; those over the link to a host or disk tier are apart, in tier_read_bytes and tier_write_bytes.
     Occupy less: bytes held; allocated counts whole blocks, live only tokens, peaks are since the last reset.
     Saturate: slots (of max_num_seqs) used, padded and idle, summed over steps; padded_tokens computed for nobody; launches;
     stalled_tokens: decoding requests in a step that also computes somebody's prompt, or that had to sit one out.
@@ -26,11 +27,14 @@ class Needles:
     tokens_computed: int = 0
     tokens_reused: int = 0
     prefix_tokens: int = 0
+    loaded_tokens: int = 0
     flops: dict[str, int] = field(default_factory=dict)
     weight_bytes: int = 0
     kv_read_bytes: int = 0
     kv_write_bytes: int = 0
     activation_bytes: int = 0
+    tier_read_bytes: int = 0
+    tier_write_bytes: int = 0
     weight_bytes_held: int = 0
     kv_pool_bytes: int = 0
     kv_allocated_bytes: int = 0
@@ -76,11 +80,12 @@ class Needles:
         return replace(self, **changes)
 
     def by_verb(self) -> dict[str, dict[str, int]]:
-        """{verb: {counter: count}}, verbs in the order of the course."""
+        """{verb: {counter: count}}, verbs in the order of the course. The counters of tiers are there once one was used."""
         return {
-            "skip": self._pick("tokens_computed", "tokens_reused", "prefix_tokens"),
+            "skip": self._pick("tokens_computed", "tokens_reused", "prefix_tokens") | self._moved("loaded_tokens"),
             "compute less": {f"flops_{p}": n for p, n in sorted(self.flops.items())},
-            "move less": self._pick("weight_bytes", "kv_read_bytes", "kv_write_bytes", "activation_bytes"),
+            "move less": self._pick("weight_bytes", "kv_read_bytes", "kv_write_bytes", "activation_bytes")
+            | self._moved("tier_read_bytes", "tier_write_bytes"),
             "occupy less": self._pick(*GAUGES),
             "saturate": self._pick("slots_used", "slots_padded", "slots_idle", "padded_tokens", "launches", "stalled_tokens"),
             "break serial": self._pick("steps", "row_passes", "output_tokens", "drafted", "accepted", "wasted"),
@@ -88,6 +93,9 @@ class Needles:
 
     def _pick(self, *names: str) -> dict[str, int]:
         return {name: getattr(self, name) for name in names}
+
+    def _moved(self, *names: str) -> dict[str, int]:
+        return self._pick(*names) if self.tier_read_bytes or self.tier_write_bytes or self.loaded_tokens else {}
 
     def __str__(self) -> str:
         lines = []
@@ -105,6 +113,7 @@ class StepCounts:
     tokens: int
     reused_tokens: int
     prefix_tokens: int
+    loaded_tokens: int
     padded_tokens: int
     rows: int
     padded_rows: int
@@ -132,13 +141,21 @@ class Meter:
         """What is held between two steps, after finished requests gave their blocks back."""
         self._needles = replace(self._needles, kv_allocated_bytes=kv_allocated, kv_live_bytes=kv_live)
 
+    def move_tiers(self, read_bytes: int, written_bytes: int) -> None:
+        """Bytes that came out of host and disk tiers and went into them since the last call."""
+        n = self._needles
+        self._needles = replace(
+            n, tier_read_bytes=n.tier_read_bytes + read_bytes, tier_write_bytes=n.tier_write_bytes + written_bytes
+        )
+
     def record(self, step: StepCounts, work: Work, output_tokens: int, wasted: int = 0) -> None:
         n = self._needles
         total = n.work + work
         self._needles = replace(
             n,
             tokens_computed=n.tokens_computed + step.tokens, tokens_reused=n.tokens_reused + step.reused_tokens,
-            prefix_tokens=n.prefix_tokens + step.prefix_tokens, flops=dict(total.flops), weight_bytes=total.weight_bytes,
+            prefix_tokens=n.prefix_tokens + step.prefix_tokens,
+            loaded_tokens=n.loaded_tokens + step.loaded_tokens, flops=dict(total.flops), weight_bytes=total.weight_bytes,
             kv_read_bytes=total.kv_read_bytes, kv_write_bytes=total.kv_write_bytes, activation_bytes=total.activation_bytes,
             kv_allocated_bytes=step.kv_allocated, kv_live_bytes=step.kv_live,
             kv_allocated_peak=max(n.kv_allocated_peak, step.kv_allocated), kv_live_peak=max(n.kv_live_peak, step.kv_live),

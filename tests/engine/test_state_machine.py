@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from minillm import EngineConfig, SamplingParams
+from minillm.cache.tiers import HostTier
 from minillm.engine.engine import Engine
 
 from ..cache.dict_prefix import DictPrefixCache
@@ -40,6 +41,16 @@ some_params = st.builds(
     stop=st.lists(st.sampled_from(["ab", "a", "b", "€", "xab"]), max_size=2),
 )  # fmt: skip
 
+# host memory of one to a few blocks, so that blocks push each other out; half of the offered blocks are loaded, or all
+tier_options = st.one_of(
+    st.just({}),
+    st.fixed_dictionaries({
+        "host_cache": st.builds(HostTier, st.sampled_from([5_000, 20_000, 10**6])),
+        "cache_write": st.sampled_from(["back", "through"]),
+        "tier_policy": st.sampled_from(["always", lambda offer: len(offer.tiers) // 2]),
+    }),
+)  # fmt: skip
+
 
 class Sent:
     """What the machine knows of a request: what was asked, and what came back so far."""
@@ -59,9 +70,10 @@ class Sent:
 
 class EngineMachine(RuleBasedStateMachine):
     @initialize(
-        group=st.sampled_from(GROUPS), window=st.sampled_from(WINDOWS), options=engine_options(needed=18), own=st.booleans()
-    )
-    def build(self, group, window, options, own):
+        group=st.sampled_from(GROUPS), window=st.sampled_from(WINDOWS), options=engine_options(needed=18), own=st.booleans(),
+        tiers=tier_options,
+    )  # fmt: skip
+    def build(self, group, window, options, own, tiers):
         self.model = (group, window)
         if own and options["prefix_cache"] == "hash":  # somebody's own object at the seam
             options["prefix_cache"] = DictPrefixCache(options["block_size"])
@@ -69,6 +81,8 @@ class EngineMachine(RuleBasedStateMachine):
         if options["kv_cache"] == "contiguous":  # a strip is as long as this engine's requests
             options["num_blocks"] = 2 * -(-MAX_MODEL_LEN // options["block_size"])
         self.backend = WatchedAttention(window)
+        if self.cached:
+            options |= tiers
         config = EngineConfig(**options, attention_backend=self.backend, max_model_len=MAX_MODEL_LEN)
         self.engine = Engine(tiny_model(*self.model), TOKENIZER, config)
         poison_freed_blocks(self.engine)
@@ -253,6 +267,7 @@ class EngineMachine(RuleBasedStateMachine):
             self.step()
         assert not self.sent, "every request ends"
         pool = self.engine.cache.pool
+        assert self.engine.cache.tiers is None or not self.engine.cache.tiers._pending
         assert pool.num_referenced == 0 and (self.cached or pool.num_free == pool.num_blocks)
 
 
