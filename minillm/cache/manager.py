@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from typing import Callable, Iterable
+from typing import Iterable
 
 from minillm.cache.block_pool import BlockPool
 from minillm.cache.prefix import PrefixCache
