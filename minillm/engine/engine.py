@@ -91,7 +91,8 @@ class Engine:
         self.pipeline = OneAhead() if options.overlap else Inline()
         self._flights: deque[Flight] = deque()
         if self.cache.tiers is not None:
-            calibrate(self.cache.tiers, self.runner.forward, config, min(options.max_num_batched_tokens, self.max_model_len), num_blocks)
+            most = min(options.max_num_batched_tokens, self.max_model_len)
+            calibrate(self.cache.tiers, self.runner.forward, config, most, num_blocks)
         self.meter = Meter(self.weight_bytes, num_blocks * block_size * self.store.bytes_per_token)
         self._live: dict[str, Live] = {}
         self._held: list[RequestOutput] = []
