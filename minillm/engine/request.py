@@ -78,9 +78,8 @@ class Request:
     @property
     def num_left(self) -> int:
         """Tokens that a step may compute now: all that are not computed, but none once the last one of all is on its way."""
-        if self.num_tokens - self.prompt_len >= self.max_tokens:
-            return 0
-        return self.num_tokens - self.num_computed_tokens
+        num_tokens = len(self.token_ids) + self.num_pending
+        return 0 if num_tokens - self.prompt_len >= self.max_tokens else num_tokens - self.num_computed_tokens
 
     @property
     def num_output_tokens(self) -> int:

@@ -13,23 +13,19 @@ from minillm.engine.queues import CacheQueue, LengthQueue, RequestList, WaitingQ
 from minillm.engine.request import Request, Status
 
 
-@dataclass(frozen=True)
 class Scheduled:
     """One request's share of a step: its next num_tokens tokens, from position start on.
 
     catches_up: whether the request has nothing left to compute afterwards, so that a token can be sampled.
     """
 
-    request: Request
-    num_tokens: int
-    start: int = field(init=False)
-    catches_up: bool = field(init=False)
+    __slots__ = ("request", "num_tokens", "start", "catches_up")  # no dataclass: a thousand of them are made in a step
 
-    def __post_init__(self) -> None:
+    def __init__(self, request: Request, num_tokens: int):
+        self.request, self.num_tokens = request, num_tokens
         # fixed when the step is planned: the request moves on while the step is in flight
-        start = self.request.num_computed_tokens
-        object.__setattr__(self, "start", start)
-        object.__setattr__(self, "catches_up", start + self.num_tokens == self.request.num_tokens)
+        self.start = start = request.num_computed_tokens
+        self.catches_up = start + num_tokens == request.num_tokens
 
 
 @dataclass(frozen=True)
@@ -108,7 +104,7 @@ class Scheduler:
             self._batch_size = len(admitted)
         tokens, rows = self._padding(scheduled)
         output = SchedulerOutput(scheduled, [s.request for s in admitted], preempted, tokens, rows)
-        for observe in self.observers:
+        for observe in self.observers if scheduled else ():
             observe(output)
         return output
 
@@ -223,10 +219,12 @@ class Scheduler:
 
     def launched(self, output: SchedulerOutput) -> None:
         """The step is on its way: the next one may be planned on its tokens, computed or sampled."""
+        self.num_live_tokens += output.num_tokens
         for s in output.scheduled:
-            self._set_computed(s.request, s.request.num_computed_tokens + s.num_tokens)
-            s.request.num_pending += s.catches_up
-            s.request.num_in_flight += 1
+            request = s.request
+            request.num_computed_tokens += s.num_tokens
+            request.num_pending += s.catches_up
+            request.num_in_flight += 1
 
     def update(self, output: SchedulerOutput) -> None:
         """The step has run: its tokens are computed. Sampled tokens are appended by the engine afterwards."""
@@ -246,14 +244,14 @@ class Scheduler:
         self._land(output)
 
     def _land(self, output: SchedulerOutput) -> None:
-        for s in output.scheduled:
-            s.request.num_pending -= s.catches_up
-            s.request.num_in_flight -= 1
         faults = []
         for s in output.scheduled:
-            if s.request.status is Status.FINISHED and not s.request.num_in_flight:  # it ended while the step was in flight
+            request = s.request
+            request.num_pending -= s.catches_up
+            request.num_in_flight -= 1
+            if request.status is Status.FINISHED and not request.num_in_flight:  # it ended while the step was in flight
                 try:
-                    self.cache.free(s.request)
+                    self.cache.free(request)
                 except Exception as fault:  # a prefix cache of somebody's own; the others' blocks come back all the same
                     faults.append(fault)
         if faults:

@@ -38,7 +38,7 @@ class Step:
 
     @classmethod
     def of(cls, plan: SchedulerOutput, scheduler: Scheduler) -> "Step":
-        rows = tuple(Row(s.request.request_id, s.request.num_computed_tokens, s.num_tokens, s.catches_up) for s in plan.scheduled)
+        rows = tuple(Row(s.request.request_id, s.start, s.num_tokens, s.catches_up) for s in plan.scheduled)
         gone = tuple(r.request_id for r in plan.preempted)
         return cls(rows, len(scheduler.waiting), scheduler.max_num_seqs, plan.padded_rows, plan.padded_tokens, gone)
 

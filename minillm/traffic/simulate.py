@@ -27,7 +27,7 @@ StepTime = Callable[[Step], float]
 def simulate(trace: Trace, step_time: StepTime, **options: Any) -> Run:
     """Serve a trace in simulated time. options: those of an engine that choose who runs when (EngineConfig).
 
-    Without num_blocks the pool has room for max_num_seqs requests of the trace's longest. An engine with the same options and pool
+    Without num_blocks the pool has room for max_num_seqs requests of the longest. An engine with the same options and pool
     takes the same steps as long as requests arrive between the same ones, which at time 0 they do.
     """
     return _simulate(trace, step_time, EngineConfig.from_options(**options), received=False)
@@ -115,9 +115,10 @@ def _simulate(trace: Trace, step_time: StepTime, options: EngineConfig, received
         start, now = now, now + step_time(step)
         steps.append(step.at(start, now))
         sampled = [s.request for s in plan.scheduled if s.catches_up]
+        scheduler.launched(plan)
         scheduler.update(plan)
         for request in sampled:
-            cache.offer_prompt(request)
+            cache.release(cache.offer_prompt(request))
             request.token_ids.append(next(never_seen))
             times[request.request_id].append(now)
             if request.num_output_tokens >= request.max_tokens:

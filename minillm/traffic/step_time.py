@@ -95,7 +95,7 @@ class StepCurve:
             raise ValueError("the engine has other work; a measurement needs it idle")
         random = np.random.Generator(np.random.Philox(key=seed))
         limit = engine.options.max_num_seqs
-        loads = [min(2**i, limit) for i in range(limit.bit_length() + 1)]
+        loads = list(dict.fromkeys(min(2**i, limit) for i in range(limit.bit_length() + 1)))
         steps: list[Step] = []
         plans: list[Step] = []
 
