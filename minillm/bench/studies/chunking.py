@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass
+from typing import Any
 
 from minillm.bench.interference import Interference, meet
 from minillm.bench.study import Bar
@@ -43,7 +44,7 @@ def make_state(llm: LLM, running: int, short: int, long: int, chunk: int) -> Sta
     prompts = [draw.choices(range(3, vocab), k=n) for n in [short] * running + [long]]
     answer = 8 + -(-long // chunk)  # tokens that a running request may come to have
     blocks = running * -(-(short + answer) // BLOCK) + -(-long // BLOCK)
-    same = {"max_num_seqs": running + 1, "num_blocks": blocks, "block_size": BLOCK}
+    same: dict[str, Any] = {"max_num_seqs": running + 1, "num_blocks": blocks, "block_size": BLOCK}
     engines = {
         way: LLM(llm.model, prefill=way, max_num_batched_tokens=budget, **same)
         for way, budget in (("first", long + running), ("chunked", chunk + running))
