@@ -10,6 +10,8 @@ from typing import Any, Literal, Mapping
 
 import torch
 
+from minillm.quant.config import as_config
+
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 ARCHITECTURES = {
     "LlamaForCausalLM": "llama",
@@ -182,7 +184,8 @@ class EngineConfig:
     prefill: "chunked" gives prompts what decoding requests leave of the budget; "first" lets everyone wait for them.
     queue_order: "arrival"; "cache" starts waiting requests with the longest cached prefix first, within bounds.
     kv_store: "plain", or a callable (config, num_slots, dtype, device) that makes a KVStore: a class of one's own.
-    attention_backend, prefix_cache, quantization: a name, or an object that implements the seam.
+    attention_backend, prefix_cache: a name, or an object that implements the seam.
+    quantization: None, "rtn", "awq" or "gptq" (4 bits, groups of 64, the head in 8 bits), a QuantConfig, or a LinearMethod.
     prefix_cache: "none"; "hash" (a table of blocks) or "radix" (a tree) keep what finished and running requests computed.
     host_cache, disk_cache: bytes of memory and of disk for KV that the pool has no room for, or a Tier object; they need a prefix
     cache. disk_folder: where the files lie; None is a folder of the user's cache. cache_write: "back" copies a block down when
@@ -248,8 +251,9 @@ class EngineConfig:
         else:
             _check_parts("prefix_cache", self.prefix_cache, ("match", "insert", "holds", "evict"), "a name or a PrefixCache")
         self._check_tiers()
-        if self.quantization is not None:
-            _check_parts("quantization", self.quantization, ("pack", "apply", "unpack"), "None or a LinearMethod")
+        if self.quantization is not None and as_config(self.quantization) is None and not hasattr(self.quantization, "for_layer"):
+            parts = ("pack", "apply", "unpack")
+            _check_parts("quantization", self.quantization, parts, "None, a name, a QuantConfig or a LinearMethod")
         if isinstance(self.seed, bool) or not isinstance(self.seed, int) or self.seed < 0:
             raise ValueError(f"seed must be a whole number of at least 0, got {self.seed!r}")
         for name in ("compile", "overlap"):

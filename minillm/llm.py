@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, Iterable, Iterator, Mapping, Sequence, Union
 
+import torch
+
 from minillm.config import DTYPES, EngineConfig
 from minillm.engine.admission import TokenizerLike
 from minillm.engine.engine import Engine
@@ -13,6 +15,8 @@ from minillm.model.loader import load_checkpoint
 from minillm.model.transformer import Transformer
 from minillm.perf.hardware import fast_dtype, resolve_device
 from minillm.perf.meter import Meter
+from minillm.quant.config import as_config
+from minillm.quant.quantise import quantise_model
 from minillm.sampling_params import SamplingParams
 
 Message = Mapping[str, str]
@@ -31,19 +35,23 @@ class LLM:
     ):
         config = EngineConfig.from_options(**options)
         device = resolve_device(config.device)
-        method = config.quantization
+        quant = as_config(config.quantization)
+        method = None if quant else config.quantization
         if isinstance(model, Transformer):
             dtype = model.dtype if config.dtype == "auto" else DTYPES[config.dtype]
             device = model.device if config.device == "auto" else device
             same = dtype == model.dtype and device == model.device and method is None
-            transformer = model if same else model.converted(dtype, device, method)
+            transformer = model if same or quant else model.converted(dtype, device, method)
             self.note = ""
         else:
             checkpoint = load_checkpoint(model)
             dtype = fast_dtype(device) if config.dtype == "auto" else DTYPES[config.dtype]
-            transformer = Transformer.from_weights(checkpoint.config, checkpoint.weights, dtype, device, method)
+            stored = torch.float32 if quant else dtype  # what is to be quantised is not rounded before
+            transformer = Transformer.from_weights(checkpoint.config, checkpoint.weights, stored, device, method)
             tokenizer = tokenizer or checkpoint.tokenizer
             self.note = checkpoint.note
+        if quant:
+            transformer = quantise_model(transformer, quant, tokenizer, dtype, device)
         self.tokenizer = tokenizer
         self.engine = Engine(transformer, tokenizer, config)
 

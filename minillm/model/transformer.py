@@ -13,7 +13,7 @@ from minillm.config import ModelConfig
 from minillm.engine.batch import ForwardBatch
 from minillm.model.layers import MLP, RMSNorm, apply_rope, rope_table
 from minillm.perf.work import Work
-from minillm.quant.linear import Linear, LinearMethod, default_method
+from minillm.quant.linear import AnyMethod, Linear, default_method, method_for
 
 EMBED, NORM, HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
 
@@ -80,10 +80,11 @@ class Layer(nn.Module):
 class Transformer(nn.Module):
     """Token ids in, logits out. It holds weights and nothing else: KV, batch and attention backend are handed in."""
 
+    storage: str = ""  # how the weights are held, where it is not plainly in the model's dtype
     embedding: Tensor  # [vocab, hidden]
     rope: Tensor  # [positions, 2, head_dim]
 
-    def __init__(self, config: ModelConfig, weights: Mapping[str, Tensor], method: LinearMethod):
+    def __init__(self, config: ModelConfig, weights: Mapping[str, Tensor], method: AnyMethod):
         """weights: fused tensors as ``fuse`` makes them, all of one dtype and device. Use from_weights or random."""
         super().__init__()
         self.config = config
@@ -91,7 +92,7 @@ class Transformer(nn.Module):
         self.dtype, self.device = embedding.dtype, embedding.device
 
         def linear(name: str) -> Linear:
-            return Linear(weights[f"{name}.weight"], weights.get(f"{name}.bias"), method)
+            return Linear(weights[f"{name}.weight"], weights.get(f"{name}.bias"), method_for(method, name))
 
         def norm(name: str) -> RMSNorm | None:
             return RMSNorm(weights[name], config.norm_eps) if name in weights else None
@@ -109,7 +110,7 @@ class Transformer(nn.Module):
             first, second = norm(f"{p}.input_layernorm.weight"), norm(f"{p}.post_attention_layernorm.weight")
             self.layers.append(Layer(first, attention, second, mlp))  # type: ignore[arg-type]
         self.norm = RMSNorm(weights[NORM], config.norm_eps)
-        self.head = Linear(weights.get(HEAD, embedding), None, method)
+        self.head = Linear(weights.get(HEAD, embedding), None, method_for(method, "lm_head"))
 
     def forward(self, batch: ForwardBatch, store: KVStore, backend: AttentionBackend, plan: Any) -> Tensor:
         """One step. Returns logits [samples, vocab] in the model's dtype, for the tokens that batch.logit_indices names."""
@@ -137,7 +138,7 @@ class Transformer(nn.Module):
     @classmethod
     def from_weights(
         cls, config: ModelConfig, weights: Mapping[str, Tensor], dtype: torch.dtype = torch.float32,
-        device: torch.device | str = "cpu", linear_method: LinearMethod | None = None,
+        device: torch.device | str = "cpu", linear_method: AnyMethod | None = None,
     ) -> "Transformer":  # fmt: skip
         """Build from tensors with Hugging Face names. A missing tensor or a wrong shape is a ValueError that names it."""
         method = linear_method or default_method(dtype, device)
@@ -146,7 +147,7 @@ class Transformer(nn.Module):
     @classmethod
     def random(
         cls, config: ModelConfig, seed: int = 0, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu",
-        linear_method: LinearMethod | None = None,
+        linear_method: AnyMethod | None = None,
     ) -> "Transformer":  # fmt: skip
         """Random weights, the same for a seed whatever the dtype: for tests and for counting, not for reading its text."""
         generator = torch.Generator().manual_seed(seed)
@@ -175,9 +176,7 @@ class Transformer(nn.Module):
             out.update({f"{p}.{name}.weight": norm.weight for name, norm in norms.items() if norm is not None})
         return out
 
-    def converted(
-        self, dtype: torch.dtype, device: torch.device | str, linear_method: LinearMethod | None = None
-    ) -> "Transformer":
+    def converted(self, dtype: torch.dtype, device: torch.device | str, linear_method: AnyMethod | None = None) -> "Transformer":
         """A copy in another dtype, on another device or with another linear method; this one stays as it is."""
         weights = {name: t.to(device=device, dtype=dtype) for name, t in self.dense_weights().items()}
         return Transformer(self.config, weights, linear_method or default_method(dtype, device)).eval()

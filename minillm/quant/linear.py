@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Mapping, Protocol
+from dataclasses import dataclass
+from typing import Any, Mapping, Protocol, Union
 
 import torch
 import torch.nn.functional as F
@@ -13,8 +14,20 @@ from minillm.perf.work import Work
 Packed = Mapping[str, Tensor | None]
 
 
+@dataclass(frozen=True)
+class Traffic:
+    """Bytes that one product moves besides its rows: weights read, and intermediates of its own written and read."""
+
+    weight_bytes: int
+    scratch_bytes: int = 0
+
+
 class LinearMethod(Protocol):
-    """A storage format of weights with the product that belongs to it."""
+    """A storage format of weights with the product that belongs to it.
+
+    A method whose products do not read all that pack kept may have ``traffic(packed, rows) -> Traffic``, which the meter then
+    asks. One that treats layers differently may have ``for_layer(name) -> LinearMethod``; it then needs nothing else.
+    """
 
     def pack(self, weight: Tensor, bias: Tensor | None) -> dict[str, Tensor | None]:
         """weight [out, in] and bias [out] → the tensors to keep. Called once, at load."""
@@ -27,6 +40,21 @@ class LinearMethod(Protocol):
     def unpack(self, packed: Packed) -> Tensor:
         """The weight [out, in] that apply multiplies by."""
         ...
+
+
+class LayerMethods(Protocol):
+    """A linear method for each layer, by its name: "model.layers.0.self_attn.qkv_proj", …, "lm_head"."""
+
+    def for_layer(self, name: str) -> LinearMethod: ...
+
+
+AnyMethod = Union[LinearMethod, LayerMethods]
+
+
+def method_for(method: AnyMethod, name: str) -> LinearMethod:
+    """The method of one layer."""
+    chooser: Any = getattr(method, "for_layer", None)
+    return method if chooser is None else chooser(name)  # type: ignore[return-value]
 
 
 class PlainLinear:
@@ -80,8 +108,12 @@ class Linear(nn.Module):
         self.out_features, self.in_features = weight.shape
         self.dtype = weight.dtype
         self.method = method
+        self.replace(weight, bias)
+
+    def replace(self, weight: Tensor, bias: Tensor | None) -> None:
+        """Hold other values of the same shape; the tensors that were held are not written to."""
         self._bias = bias
-        for name, tensor in method.pack(weight, bias).items():
+        for name, tensor in self.method.pack(weight, bias).items():
             self.register_buffer(name, tensor, persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -95,14 +127,20 @@ class Linear(nn.Module):
         """Bytes held by everything that pack kept."""
         return sum(t.nbytes for t in self._buffers.values() if t is not None)
 
+    def traffic(self, rows: int) -> Traffic:
+        """What the method says that a product of so many rows moves; all that pack kept where it says nothing."""
+        asked: Any = getattr(self.method, "traffic", None)
+        return Traffic(self.nbytes()) if asked is None else asked(self._buffers, rows)
+
     def work(self, rows: int) -> Work:
         """The weight is read once however many rows there are: that is what batching buys. No rows, no read."""
         if rows == 0:
             return Work()
         element = self.dtype.itemsize
+        traffic = self.traffic(rows)
         return Work(
             flops={str(self.dtype).removeprefix("torch."): 2 * rows * self.in_features * self.out_features},
-            weight_bytes=self.nbytes(),
-            activation_bytes=rows * (self.in_features + self.out_features) * element,
+            weight_bytes=traffic.weight_bytes,
+            activation_bytes=rows * (self.in_features + self.out_features) * element + traffic.scratch_bytes,
             launches=1,
         )

@@ -1,0 +1,74 @@
+"""How weights are to be quantised: one frozen, validated object."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal, Sequence, Union
+
+METHODS = ("rtn", "awq", "gptq")
+BITS = (2, 3, 4, 8)
+PER_CHANNEL = -1
+
+
+@dataclass(frozen=True)
+class QuantConfig:
+    """Weight-only quantisation: weights in few bits, activations and arithmetic in the model's dtype.
+
+    method: "rtn" rounds to nearest; "awq" scales salient channels first (Lin et al. 2023, arXiv 2306.00978); "gptq" lets later
+    columns make up for the error of earlier ones (Frantar et al. 2022, arXiv 2210.17323).
+    bits: 2, 3, 4 or 8 per weight. group: weights along a row that share a scale; -1 is one scale per output channel.
+    symmetric: no zero points; the grid is then centred on 0. head_bits: the output head is rounded to nearest on a symmetric
+    grid per channel in so many bits; None leaves it as it is.
+    calibration: texts, or lists of token ids, that "awq" and "gptq" are fitted to; None takes the project's own text.
+    dense_from: rows of a step from which a second copy, dequantised to the model's dtype, is multiplied by instead; it is held
+    in memory beside the packed one. None keeps no such copy; "auto" keeps one where packed kernels were measured to lose: in
+    bfloat16 on a CPU.
+    """
+
+    method: Literal["rtn", "awq", "gptq"] = "rtn"
+    bits: int = 4
+    group: int = 64
+    symmetric: bool = False
+    head_bits: int | None = 8
+    calibration: Sequence[Union[str, Sequence[int]]] | None = None
+    dense_from: int | None | Literal["auto"] = "auto"
+
+    def __post_init__(self) -> None:
+        if self.method not in METHODS:
+            raise ValueError(f"method must be one of {', '.join(map(repr, METHODS))}, got {self.method!r:.60}")
+        for name, bits in (("bits", self.bits), ("head_bits", self.head_bits)):
+            if name == "head_bits" and bits is None:
+                continue
+            if isinstance(bits, bool) or bits not in BITS:
+                raise ValueError(f"{name} must be one of {', '.join(map(str, BITS))}, got {bits!r:.60}")
+        if not _is_count(self.group) and self.group != PER_CHANNEL:
+            raise ValueError(f"group must be a whole number of at least 1, or -1 for one per channel, got {self.group!r:.60}")
+        if not isinstance(self.symmetric, bool):
+            raise ValueError(f"symmetric must be True or False, got {self.symmetric!r:.60}")
+        if self.dense_from is not None and self.dense_from != "auto" and not _is_count(self.dense_from):
+            raise ValueError(f"dense_from must be a whole number of at least 1, None or 'auto', got {self.dense_from!r:.60}")
+        if self.calibration is not None and (isinstance(self.calibration, str) or not len(self.calibration)):
+            raise ValueError(f"calibration must be a list of at least one text or list of ids, got {self.calibration!r:.60}")
+
+    @property
+    def description(self) -> str:
+        """In a phrase: "AWQ, 4 bits, asymmetric, groups of 64, head in 8 bits"."""
+        grid = "symmetric" if self.symmetric else "asymmetric"
+        group = "per channel" if self.group == PER_CHANNEL else f"groups of {self.group}"
+        head = "head as it was" if self.head_bits is None else f"head in {self.head_bits} bits"
+        return f"{self.method.upper()}, {self.bits} bits, {grid}, {group}, {head}"
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+
+
+def as_config(value: Any) -> QuantConfig | None:
+    """The QuantConfig that a switch names ("awq") or is; None where it is neither."""
+    if isinstance(value, str):
+        if value not in METHODS:
+            raise ValueError(
+                f"quantization must be None, one of {', '.join(map(repr, METHODS))}, or an object, got {value!r:.60}"
+            )
+        return QuantConfig(value)  # type: ignore[arg-type]
+    return value if isinstance(value, QuantConfig) else None

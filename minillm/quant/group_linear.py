@@ -1,0 +1,159 @@
+"""A linear layer whose weight is held as codes, and the ways to multiply by it."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from minillm.quant.grid import Codes, dequantise, pack_bits, quantise, unpack_bits
+from minillm.quant.linear import Packed, PlainLinear, PrepackedLinear, Traffic, default_method
+
+DENSE_FROM = 6
+"""Rows from which 16-bit products on a CPU's matrix units beat the packed kernels, which handle row after row (measured on two
+cores with AMX: level between 4 and 8 rows)."""
+TILE = 1 << 22
+"""Weights that are dequantised at a time: the scratch memory of a product without a kernel."""
+KERNEL_GROUPS = (256, 128, 64, 32)
+KERNEL_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+class GroupLinear:
+    """A LinearMethod for weights on a grid (``minillm.quant.grid``).
+
+    What pack keeps shows how apply multiplies. "int4": torch's int4 kernel for CPUs. "int8": its kernel for symmetric channels of
+    8 bits. "codes": a stream of bits, dequantised tile by tile at every product, whatever the bits, group, dtype and device.
+    "dense_copy", beside one of these: the dequantised weight, for steps of many rows.
+
+    codes: a weight that was quantised already, by AWQ or GPTQ; the first pack then takes it instead of rounding its argument.
+    """
+
+    def __init__(
+        self, bits: int, group: int, symmetric: bool, dense_from: int | None | Literal["auto"] = "auto", *,
+        codes: Codes | None = None, name: str = "the weight",
+    ):  # fmt: skip
+        self.bits, self.group, self.symmetric, self.name = bits, group, symmetric, name
+        self._dense_from, self._codes = dense_from, codes
+
+    @property
+    def threshold(self) -> int | None:
+        """Rows from which the dense copy is multiplied by, where pack made one."""
+        return DENSE_FROM if self._dense_from == "auto" else self._dense_from
+
+    def pack(self, weight: Tensor, bias: Tensor | None) -> dict[str, Tensor | None]:
+        codes, self._codes = self._codes, None  # handed over: two copies would stay in memory
+        codes = codes or quantise(weight, self.bits, self.group, self.symmetric, self.name)
+        packed = self._store(codes, weight.dtype, weight.device)
+        auto = weight.device.type == "cpu" and weight.dtype == torch.bfloat16 and "codes" not in packed
+        if auto if self._dense_from == "auto" else self._dense_from is not None:
+            dense = codes.dequantise(weight.dtype).to(weight.device)
+            packed["dense_copy"] = default_method(weight.dtype, weight.device).pack(dense, None)["weight"]
+        # "like" holds nothing: its shape and dtype are those of a row of the weight
+        return {**packed, "like": weight.new_empty(0, weight.shape[1]), "bias": bias}
+
+    def _store(self, codes: Codes, dtype: torch.dtype, device: torch.device) -> dict[str, Tensor | None]:
+        out_features, in_features = codes.codes.shape
+        # the kernels read beyond rows that are no multiple of their vectors
+        if device.type == "cpu" and dtype in KERNEL_DTYPES and out_features % 16 == 0 and in_features % 32 == 0:
+            if codes.bits == 4 and codes.group % 32 == 0:
+                return _to_int4(codes, dtype)
+            if codes.bits == 8 and codes.scales.shape[1] == 1 and bool((codes.zeros == 128).all()):
+                signed = (codes.codes.to(torch.int16) - 128).to(torch.int8)
+                return {"int8": signed, "scales": codes.scales.flatten().to(dtype)}
+        return {
+            "codes": pack_bits(codes.codes, codes.bits).to(device), "scales": codes.scales.to(device, torch.bfloat16),
+            "zeros": codes.zeros.to(device),
+        }  # fmt: skip
+
+    def apply(self, packed: Packed, x: Tensor) -> Tensor:
+        bias = packed["bias"]
+        if self._reads_copy(packed, x.shape[0]):
+            dense = packed["dense_copy"]
+            assert dense is not None
+            method = PrepackedLinear() if dense.is_mkldnn else PlainLinear()
+            return method.apply({"weight": dense, "bias": bias}, x)
+        if "int4" in packed:
+            pairs = packed["scales_and_offsets"]
+            assert pairs is not None
+            y = torch.ops.aten._weight_int4pack_mm_for_cpu(x.contiguous(), packed["int4"], x.shape[1] // pairs.shape[0], pairs)
+        elif "int8" in packed:
+            y = torch._weight_int8pack_mm(x.contiguous(), packed["int8"], packed["scales"])  # type: ignore[arg-type]
+        else:
+            y = self._by_tile(packed, x)
+        return y if bias is None else y + bias
+
+    def _reads_copy(self, packed: Packed, rows: int) -> bool:
+        threshold = self.threshold
+        return "dense_copy" in packed and threshold is not None and rows >= threshold
+
+    def _by_tile(self, packed: Packed, x: Tensor) -> Tensor:
+        stream, scales, zeros = packed["codes"], packed["scales"], packed["zeros"]
+        assert stream is not None and scales is not None and zeros is not None
+        width = x.shape[1]
+        height = max(1, TILE // width)
+        tiles = []
+        for start in range(0, stream.shape[0], height):
+            part = slice(start, start + height)
+            codes = unpack_bits(stream[part], self.bits, width)
+            tiles.append(F.linear(x, dequantise(codes, scales[part].float(), zeros[part]).to(x.dtype)))
+        return tiles[0] if len(tiles) == 1 else torch.cat(tiles, dim=-1)
+
+    def unpack(self, packed: Packed) -> Tensor:
+        like = packed["like"]
+        assert like is not None
+        return self.codes(packed).dequantise(like.dtype)
+
+    def codes(self, packed: Packed) -> Codes:
+        """The quantised weight that pack was given or made."""
+        if "int4" in packed:
+            return _from_int4(packed, self.group)
+        scales, like = packed["scales"], packed["like"]
+        assert scales is not None and like is not None
+        if "int8" in packed:
+            signed = packed["int8"]
+            assert signed is not None
+            zeros = torch.full((len(scales), 1), 128, dtype=torch.uint8)
+            return Codes((signed.to(torch.int16) + 128).to(torch.uint8), scales.float().unsqueeze(1), zeros, 8)
+        stream, integers = packed["codes"], packed["zeros"]
+        assert stream is not None and integers is not None
+        return Codes(unpack_bits(stream, self.bits, like.shape[1]), scales.float(), integers, self.bits)
+
+    def traffic(self, packed: Packed, rows: int) -> Traffic:
+        """What a product of so many rows really reads: the copy or the packed weight; a dequantised tile is scratch."""
+        kept = {name: t.nbytes for name, t in packed.items() if t is not None}
+        copy, bias = kept.pop("dense_copy", 0), kept.get("bias", 0)
+        if self._reads_copy(packed, rows):
+            return Traffic(copy + bias)
+        scales, like = packed.get("scales"), packed["like"]
+        assert like is not None
+        dense = len(scales) * like.shape[1] * like.dtype.itemsize if "codes" in packed and scales is not None else 0
+        return Traffic(sum(kept.values()), scratch_bytes=2 * dense)
+
+
+def _to_int4(codes: Codes, dtype: torch.dtype) -> dict[str, Tensor | None]:
+    """torch's kernel computes (code - 8) · scale + offset, with groups of 32 to 256: a larger one is cut into equal parts."""
+    kernel_group = next(g for g in KERNEL_GROUPS if codes.group % g == 0)
+    scales = codes.scales.repeat_interleave(codes.group // kernel_group, dim=1)
+    zeros = codes.zeros.repeat_interleave(codes.group // kernel_group, dim=1)
+    pairs = torch.stack([scales, (8 - zeros.float()) * scales], dim=-1).transpose(0, 1).contiguous()  # [groups, out, 2]
+    return {
+        "int4": torch.ops.aten._convert_weight_to_int4pack_for_cpu(codes.codes.to(torch.int32), 1),
+        "scales_and_offsets": pairs.to(dtype),
+    }  # fmt: skip
+
+
+def _from_int4(packed: Packed, group: int) -> Codes:
+    pairs, like = packed["scales_and_offsets"], packed["like"]
+    assert pairs is not None and like is not None
+    width = like.shape[1]
+    scales, offsets = pairs.float().transpose(0, 1).unbind(-1)
+    zeros = (8 - offsets / scales).round().to(torch.uint8)
+    # what the kernel makes of unit scales, no offsets and the unit vectors are the codes themselves, in an order of ours
+    units = torch.stack([torch.ones_like(scales), torch.zeros_like(scales)], dim=-1).transpose(0, 1).contiguous()
+    one_hot = torch.eye(width, dtype=torch.float32, device=like.device)
+    signed = torch.ops.aten._weight_int4pack_mm_for_cpu(one_hot, packed["int4"], width // units.shape[0], units)
+    repeats = (width if group == -1 else group) * pairs.shape[0] // width
+    return Codes((signed.T.round() + 8).to(torch.uint8).contiguous(), scales[:, ::repeats].contiguous(),
+                 zeros[:, ::repeats].contiguous(), 4)  # fmt: skip

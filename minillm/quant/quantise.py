@@ -1,0 +1,167 @@
+"""Quantise a whole model: one walk for every method, each layer fitted to what the quantised layers before it give."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Mapping
+
+import torch
+from torch import Tensor
+
+from minillm.engine.admission import TokenizerLike
+from minillm.model.transformer import Layer, Transformer
+from minillm.quant.awq import search_scales, shared_magnitude
+from minillm.quant.calibrate import LINEARS, Seen, calibration_rows, layer_by_layer
+from minillm.quant.config import QuantConfig
+from minillm.quant.gptq import gptq
+from minillm.quant.grid import Codes, group_size, quantise
+from minillm.quant.group_linear import GroupLinear
+from minillm.quant.linear import Linear, LinearMethod, PlainLinear, default_method
+
+log = logging.getLogger("minillm")
+
+
+class QuantMethods:
+    """A linear method per layer: groups for the layers, channels for the head. Given codes are handed to the layers they name."""
+
+    def __init__(
+        self, config: QuantConfig, dtype: torch.dtype, device: torch.device | str, codes: Mapping[str, Codes] | None = None
+    ):
+        self.config, self.dtype, self.device, self._codes = config, dtype, device, dict(codes or {})
+
+    def for_layer(self, name: str) -> LinearMethod:
+        c = self.config
+        if name == "lm_head":
+            if c.head_bits is None:
+                return default_method(self.dtype, self.device)
+            return GroupLinear(c.head_bits, -1, True, c.dense_from, name=name)
+        return GroupLinear(c.bits, c.group, c.symmetric, c.dense_from, codes=self._codes.pop(name, None), name=name)
+
+
+@dataclass(frozen=True)
+class LayerLoss:
+    """Mean squared error of a linear layer's output on calibration inputs: rounded to nearest, and as the method chose."""
+
+    name: str
+    nearest: float
+    chosen: float
+
+
+@dataclass
+class Fitted:
+    """What a method found. weights: the fused tensors that belong to the codes (AWQ rescales norms and rows)."""
+
+    weights: dict[str, Tensor]
+    codes: dict[str, Codes] = field(default_factory=dict)
+    losses: list[LayerLoss] = field(default_factory=list)
+
+
+def quantise_model(
+    model: Transformer, config: QuantConfig, tokenizer: TokenizerLike | None = None,
+    dtype: torch.dtype | None = None, device: torch.device | str | None = None,
+) -> Transformer:  # fmt: skip
+    """A quantised copy of a model in dtype (its own unless said); the model stays as it is.
+
+    "awq" and "gptq" run it over config.calibration. ValueError: in_features that are no multiple of the group, text without a
+    tokenizer, weights that are not finite.
+    """
+    dtype, device = dtype or model.dtype, device or model.device
+    fitted = fit(model, config, tokenizer)
+    weights = {name: t.to(device=device, dtype=dtype) for name, t in fitted.weights.items()}
+    result = Transformer(model.config, weights, QuantMethods(config, dtype, device, fitted.codes)).eval()
+    result.storage = describe(result, config)
+    return result
+
+
+def describe(model: Transformer, config: QuantConfig) -> str:
+    """The grid, how it is multiplied by, and what a step reads of it with few and with many rows."""
+    layer: Layer = model.layers[0]  # type: ignore[assignment]
+    sample = layer.attention.qkv
+    kind = next(name for name in ("int4", "int8", "codes") if name in sample._buffers)
+    how = {"int4": "torch's int4 kernel", "int8": "torch's int8 kernel", "codes": "dequantised tile by tile"}[kind]
+    method = sample.method
+    assert isinstance(method, GroupLinear)
+    few = f"{config.description}; {how}"
+    if "dense_copy" not in sample._buffers:
+        return few
+    return f"{few}, from {method.threshold} rows on a dequantised copy in {str(model.dtype).removeprefix('torch.')}"
+
+
+@torch.inference_mode()
+def fit(model: Transformer, config: QuantConfig, tokenizer: TokenizerLike | None = None) -> Fitted:
+    """Codes for every linear layer but the head, found in float32 (float64 for a float64 model)."""
+    precise = torch.float64 if model.dtype == torch.float64 else torch.float32
+    work = model.converted(precise, model.device, PlainLinear())
+    names = [(f"model.layers.{i}", layer) for i, layer in enumerate(work.layers)]
+    for prefix, layer in names:  # before anything is run
+        for name, find in LINEARS.items():
+            group_size(find(layer).in_features, config.group, f"{prefix}.{name}")
+    fitted = Fitted({})
+    if config.method == "rtn":
+        for prefix, layer in names:
+            for name, find in LINEARS.items():
+                full = f"{prefix}.{name}"
+                fitted.codes[full] = quantise(find(layer).weight, config.bits, config.group, config.symmetric, full)
+    else:
+        step = _fit_awq if config.method == "awq" else _fit_gptq
+        layer_by_layer(work, calibration_rows(config.calibration, tokenizer, work), partial(step, work, config, fitted))
+    fitted.weights = work.dense_weights()
+    return fitted
+
+
+def _fit_gptq(
+    work: Transformer, config: QuantConfig, fitted: Fitted, prefix: str, layer: Layer, seen: Mapping[str, Seen]
+) -> None:
+    for name, find in LINEARS.items():
+        linear, full = find(layer), f"{prefix}.{name}"
+        codes = gptq(linear.weight, seen[name], config.bits, config.group, config.symmetric, full)
+        _keep(config, fitted, full, linear, codes, seen[name])
+
+
+def _fit_awq(work: Transformer, config: QuantConfig, fitted: Fitted, prefix: str, layer: Layer, seen: Mapping[str, Seen]) -> None:
+    c, attention, mlp = work.config, layer.attention, layer.mlp
+    seen = dict(seen)
+    before = {name: (find(layer).weight, seen[name]) for name, find in LINEARS.items()}
+
+    def scaled(name: str) -> Tensor:
+        """Scale one layer's input channels; what makes its input must be divided by what is returned."""
+        linear, at = LINEARS[name](layer), seen[name]
+        if name == "self_attn.o_proj":  # query heads that share a value head must share its scales
+            at = replace(at, magnitude=shared_magnitude(at.magnitude, c.num_kv_heads, c.head_dim))
+        before[name] = linear.weight, seen[name]
+        scales = search_scales(linear.weight, at, config.bits, config.group, config.symmetric, f"{prefix}.{name}")
+        linear.replace(linear.weight * scales, linear.bias)
+        seen[name] = Seen(seen[name].gram / torch.outer(scales, scales), seen[name].magnitude / scales)
+        return scales
+
+    # first the two whose scales go into rows of another layer, then the two whose scales go into a norm
+    by_head = scaled("self_attn.o_proj").view(c.num_kv_heads, -1, c.head_dim)[:, 0].reshape(-1)
+    _divide_last_rows(attention.qkv, by_head)
+    _divide_last_rows(mlp.gate_up, scaled("mlp.down_proj"))
+    for name, norm in (("self_attn.qkv_proj", layer.attention_norm), ("mlp.gate_up_proj", layer.mlp_norm)):
+        norm.weight = norm.weight / scaled(name)
+    for name, find in LINEARS.items():
+        linear, full = find(layer), f"{prefix}.{name}"
+        codes = quantise(linear.weight, config.bits, config.group, config.symmetric, full)
+        _keep(config, fitted, full, linear, codes, seen[name], before[name])
+
+
+def _keep(
+    config: QuantConfig, fitted: Fitted, name: str, linear: Linear, codes: Codes, seen: Seen,
+    unscaled: tuple[Tensor, Seen] | None = None,
+) -> None:  # fmt: skip
+    """Note the codes and their loss beside that of rounding to nearest, and let the layer run on the rounded weight."""
+    rounded = codes.dequantise(linear.weight.dtype)
+    weight, inputs = unscaled or (linear.weight, seen)
+    nearest = quantise(weight, config.bits, config.group, config.symmetric, name).dequantise(weight.dtype)
+    fitted.losses.append(LayerLoss(name, inputs.loss(weight, nearest), seen.loss(linear.weight, rounded)))
+    fitted.codes[name] = codes
+    linear.replace(rounded, linear.bias)
+
+
+def _divide_last_rows(linear: Linear, scales: Tensor) -> None:
+    rows = torch.ones(linear.out_features, dtype=scales.dtype, device=scales.device)
+    rows[-len(scales) :] = scales
+    linear.replace(linear.weight / rows[:, None], None if linear.bias is None else linear.bias / rows)
