@@ -125,6 +125,9 @@ class Engine:
         return make_prefix_cache(self.options, block_size)
 
     def _compile(self, backend: object) -> CompiledDecode | None:
+        if self.options.quantization is not None or self.model.storage:
+            what = self.model.storage or f"quantization={self.options.quantization!r:.60}"
+            raise ValueError(f"compile=True compiles 16- or 32-bit weights, not {what}: leave compile=False or quantization=None")
         if type(backend) is not TorchAttention or type(self.store) is not PlainKVStore:
             raise ValueError(
                 "compile=True compiles the torch attention backend over the plain KV store; "
