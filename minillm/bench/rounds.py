@@ -106,8 +106,11 @@ class Bench:
                 self.results.agreement[engine.name] = [_common(a, b) for a, b in zip(expected, got, strict=True)]
 
     def warm_up(self, measures: Sequence[Measure]) -> None:
+        """One short turn of every engine. What it refuses here it is asked again: a probe may be too short to be timed."""
+        before = {what: dict(series) for what, series in self.results.refused.items()}
         for measure in measures:
             self._round(measure.quick(), 0, keep=False)
+        self.results.refused = before
 
     def run(self, measures: Sequence[Measure], rounds: int, after: Callable[[], object] = lambda: None) -> None:
         """after: called when a round is done, to keep what there is."""

@@ -18,7 +18,8 @@ for line in sys.stdin:
     with open(options["log"], "a") as log:
         log.write(f"{options['name']} {kind} begin\n")
     asked += kind in ("decode", "prefill", "mix", "overhead")
-    trouble = options.get("trouble") if asked >= options.get("from_turn", 1) or options.get("trouble_at") == kind else None
+    troubled = options.get("from_turn", 1) <= asked <= options.get("to_turn", 99) or options.get("trouble_at") == kind
+    trouble = options.get("trouble") if troubled else None
     if trouble == "die":
         print("out of memory", file=sys.stderr, flush=True)
         sys.exit(3)

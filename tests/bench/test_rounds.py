@@ -101,6 +101,14 @@ def test_a_refused_task_is_not_asked_again_but_the_engine_stays(fakes):
     assert turns(fakes.log) == ["a"] and "a" not in bench.results.missing
 
 
+def test_a_probe_that_was_too_short_does_not_cost_an_engine_its_turns(fakes):
+    bench = fakes.bench(fakes.engine("a", trouble="refuse", to_turn=1))
+    bench.start()
+    bench.warm_up([ONE])
+    bench.run([ONE], rounds=2)
+    assert bench.results.refused == {} and len(bench.results.samples["one"]["a"]) == 2
+
+
 def test_an_engine_that_cannot_start_is_missing_and_the_rest_goes_on(fakes):
     def launch(engine):
         if engine.name == "a":
