@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any, Iterable, Mapping, cast
+import copy
+import dataclasses
+from typing import Any, Iterable, Mapping, Sequence, cast
 
 import torch
 from torch import Tensor, nn
@@ -114,11 +116,15 @@ class Transformer(nn.Module):
 
     def forward(self, batch: ForwardBatch, store: KVStore, backend: AttentionBackend, plan: Any) -> Tensor:
         """One step. Returns logits [samples, vocab] in the model's dtype, for the tokens that batch.logit_indices names."""
+        return self.head(self.hidden(batch, store, backend, plan))
+
+    def hidden(self, batch: ForwardBatch, store: KVStore, backend: AttentionBackend, plan: Any) -> Tensor:
+        """The same step up to the output head: normed states [samples, hidden]."""
         x = self.embedding[batch.token_ids]
         cos, sin = self.rope[batch.positions].unsqueeze(2).unbind(1)  # [tokens, 1, head_dim] each
         for i, layer in enumerate(self.layers):
             x = layer(x, i, cos, sin, batch.slots, store, backend, plan)
-        return self.head(self.norm(x[batch.logit_indices]))
+        return self.norm(x[batch.logit_indices])
 
     def work(self, batch: ForwardBatch, backend: AttentionBackend, plan: Any, fused: bool = False) -> Work:
         """What forward does for this batch; fused: small operators are compiled into one. All layers have one shape, so one is
@@ -157,6 +163,17 @@ class Transformer(nn.Module):
             # norms near one; products that keep the scale of their input
             weights[name] = 1 + 0.1 * noise if len(shape) == 1 and "norm" in name else noise / shape[-1] ** 0.5
         return cls.from_weights(config, weights, dtype, device, linear_method)
+
+    def skipping(self, layers: Sequence[int]) -> "Transformer":
+        """A model of some of these layers, in this order, that shares every weight with this one. ValueError for one it lacks."""
+        have = len(self.layers)
+        if not layers or any(not 0 <= i < have for i in layers):
+            raise ValueError(f"layers must name at least one of 0 to {have - 1}, got {list(layers)}")
+        shallow = copy.copy(self)
+        shallow._modules = dict(self._modules)
+        shallow.layers = nn.ModuleList([self.layers[i] for i in layers])
+        shallow.config = dataclasses.replace(self.config, num_layers=len(layers), name=f"{self.config.name}-{len(layers)}-layers")
+        return shallow
 
     def dense_weights(self) -> dict[str, Tensor]:
         """The fused tensors that this model was built from, unpacked."""
