@@ -194,6 +194,12 @@ class EngineConfig:
     compile: compile the decode step ahead of time (a minute the first time, kept on disk).
     cuda_graphs: record decode steps of a few sizes and replay them (on a CPU: pad and call); True, or a Padding of one's own.
     overlap: plan the next step and sort out the last one while one runs; a text that stops costs one wasted token.
+    speculative: None; "ngram" looks drafts up in the text so far; "draft" lets draft_model decode ahead; "mtp" uses a trained
+        head; or an object with ``propose`` (Proposer). The answer stays the same, see minillm.spec.verify.
+    draft_model: for "draft" a Transformer of the same vocabulary, or the numbers of the target's layers that draft; for "mtp" the
+        file of a head, None takes the one that comes with the model.
+    num_draft_tokens: tokens of one draft at most. adaptive_drafts: choose their number by each request's own acceptance.
+    max_draft_batch: no drafts in a step of that many tokens or more: there they are no longer nearly free.
     """
 
     dtype: str = "auto"
@@ -221,6 +227,11 @@ class EngineConfig:
     compile: bool = False
     cuda_graphs: Any = False
     overlap: bool = False
+    speculative: Any = None
+    draft_model: Any = None
+    num_draft_tokens: int = 8
+    adaptive_drafts: bool = True
+    max_draft_batch: int = 16
 
     def __post_init__(self) -> None:
         for name in ("dtype", "device", "kv_cache", "prefill", "queue_order"):
@@ -234,6 +245,7 @@ class EngineConfig:
         _check_count(
             max_model_len=self.max_model_len, max_num_seqs=self.max_num_seqs, block_size=self.block_size,
             max_num_batched_tokens=self.max_num_batched_tokens, num_blocks=self.num_blocks, kv_memory=self.kv_memory,
+            num_draft_tokens=self.num_draft_tokens, max_draft_batch=self.max_draft_batch,
         )
         if self.num_blocks is not None and self.kv_memory is not None:
             raise ValueError(f"give num_blocks ({self.num_blocks}) or kv_memory ({self.kv_memory}), not both")
@@ -256,13 +268,36 @@ class EngineConfig:
             _check_parts("quantization", self.quantization, parts, "None, a name, a QuantConfig or a LinearMethod")
         if isinstance(self.seed, bool) or not isinstance(self.seed, int) or self.seed < 0:
             raise ValueError(f"seed must be a whole number of at least 0, got {self.seed!r}")
-        for name in ("compile", "overlap"):
+        for name in ("compile", "overlap", "adaptive_drafts"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name} must be True or False, got {getattr(self, name)!r:.60}")
         if not isinstance(self.cuda_graphs, bool):
             _check_parts("cuda_graphs", self.cuda_graphs, ("bucket", "pad"), "True, False or a Padding")
         if self.overlap and self.kv_cache == "none":
             raise ValueError("kv_cache='none' takes a step's KV back before the next is planned; overlap=True plans it earlier")
+
+        self._check_speculation()
+
+    def _check_speculation(self) -> None:
+        if self.speculative is None:
+            if self.draft_model is not None:
+                raise ValueError("draft_model drafts for speculative='draft' or 'mtp'; speculative is None")
+            return
+        if isinstance(self.speculative, str):
+            _check_choice("speculative", self.speculative, ("ngram", "draft", "mtp"))
+        else:
+            _check_parts("speculative", self.speculative, ("propose",), "None, a name or a Proposer")
+        named = self.speculative if isinstance(self.speculative, str) else "object"
+        if named == "draft" and self.draft_model is None:
+            raise ValueError("speculative='draft' needs a draft_model: a Transformer, or numbers of the target's layers")
+        if named not in ("draft", "mtp") and self.draft_model is not None:
+            raise ValueError(f"draft_model drafts for speculative='draft' or 'mtp', not for {named!r}")
+        if self.kv_cache == "none":
+            raise ValueError("kv_cache='none' computes a request anew in every step; there is no pass for drafts to save")
+        if self.overlap:
+            raise ValueError("overlap=True plans a step before it knows which drafts of the last one were accepted; choose one")
+        if getattr(self.batching, "padded", False) or str(self.batching).startswith("static"):
+            raise ValueError(f"batching={self.batching!r} pads every row to the longest, drafts included; use 'continuous'")
 
     def _check_batching(self) -> None:
         if isinstance(self.batching, str):

@@ -16,13 +16,15 @@ from minillm.cache.block_pool import NULL_BLOCK
 class Row:
     """One request's share of a step: its tokens at positions start … start + len(token_ids) - 1, and its block table.
 
-    A row without a table is padding: it costs what a token costs, writes to the null block, and its logits are dropped.
+    A row without a table is padding: it costs what a token costs, writes to the null block, and its logits are dropped. Where the
+    last num_drafts tokens are drafts, the logits of each of them are wanted too.
     """
 
     token_ids: Sequence[int]
     start: int
     blocks: Sequence[int]
     wants_logits: bool = True
+    num_drafts: int = 0
 
     @property
     def q_len(self) -> int:
@@ -68,13 +70,15 @@ class ForwardBatch:
     def build(
         cls, rows: Sequence[Row], block_size: int, num_padding: int = 0, device: torch.device | str = "cpu"
     ) -> "ForwardBatch":
-        """One row per request, in the order given, then num_padding padding rows. Logits are those of a row's last token."""
+        """One row per request, in the order given, then num_padding padding rows. Logits are those of a row's last token and
+        of the one before each draft."""
         all_rows = [*rows, *[PADDING_ROW] * num_padding]
         tokens = np.concatenate([np.asarray(r.token_ids, dtype=np.int64) for r in all_rows])
         positions = np.concatenate([np.arange(r.start, r.kv_len, dtype=np.int64) for r in all_rows])
         slots = np.concatenate([slots_of(r.blocks, block_size, r.start, r.kv_len) for r in all_rows])
         ends = np.cumsum([r.q_len for r in all_rows], dtype=np.int64) - 1
-        sampled = ends[[r.wants_logits for r in all_rows]]
+        wanted = [np.arange(end - r.num_drafts, end + 1) for r, end in zip(all_rows, ends, strict=True) if r.wants_logits]
+        sampled = np.concatenate(wanted) if wanted else np.empty(0, dtype=np.int64)
 
         return cls(
             to_device(tokens, device),

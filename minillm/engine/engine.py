@@ -35,6 +35,7 @@ from minillm.engine.scheduler import Scheduler, SchedulerOutput
 from minillm.model.transformer import Transformer
 from minillm.perf.meter import Meter, StepCounts
 from minillm.sampling_params import MAX_SEED, SamplingParams
+from minillm.spec.choice import make_speculation
 
 log = logging.getLogger("minillm")
 PREFIX_CACHES = {"hash": HashPrefixCache, "radix": RadixPrefixCache}
@@ -87,7 +88,9 @@ class Engine:
         self.admission = Admission(tokenizer, config.vocab_size, self.max_model_len, self.cache.capacity, recompute_limit)
         compiled = self._compile(backend) if options.compile else None
         graphs = DecodeGraphs.of(options, self.max_model_len, model, self.store, backend, compiled)
-        self.runner = ModelRunner(model, self.store, backend, block_size, compiled, graphs)
+        self.speculation = make_speculation(options, model, self.store.num_slots, block_size)
+        wants_states = self.speculation is not None and self.speculation.wants_states
+        self.runner = ModelRunner(model, self.store, backend, block_size, compiled, graphs, wants_states)
         self.pipeline = OneAhead() if options.overlap else Inline()
         self._flights: deque[Flight] = deque()
         if self.cache.tiers is not None:
@@ -141,8 +144,9 @@ class Engine:
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of weights held: the model's, and the copy inside a compiled step."""
-        return self.model.weight_bytes() + (self.runner.compiled.weight_bytes if self.runner.compiled else 0)
+        """Bytes of weights held: the model's, the copy inside a compiled step, and a drafter's own."""
+        compiled = self.runner.compiled.weight_bytes if self.runner.compiled else 0
+        return self.model.weight_bytes() + compiled + (self.speculation.weight_bytes if self.speculation else 0)
 
     @property
     def description(self) -> str:
@@ -216,6 +220,8 @@ class Engine:
                     f"nothing was scheduled for {len(self._live)} requests: batching policy {policy} granted nothing"
                 )
             return False
+        if self.speculation:
+            plan = self.speculation.extend(plan, self.cache, self.options.max_num_batched_tokens)
         step = self.runner.prepare(plan)
         counts = self._count(plan, step)
         before = self._flights[-1] if self._flights else None
@@ -233,23 +239,33 @@ class Engine:
                 self._undo()
             raise
         self._flights.popleft()
-        faults, wasted = [], 0
+        faults, given, accepted, wasted = [], 0, 0, 0
         for close in (partial(self.scheduler.update, flight.plan), partial(self.cache.release, flight.spare)):
             try:
                 close()
             except Exception as fault:  # see below
                 faults.append(fault)
-        for request, token in result.tokens.items():
+        for seat, tokens in zip(flight.step.seats, result.tokens.values(), strict=True):
+            request, drafted, agreed = seat.request, len(seat.draft), len(tokens) - 1
+            accepted, wasted = accepted + agreed, wasted + drafted - agreed
             if request.status is Status.FINISHED:
                 wasted += 1
                 continue
             try:
+                self.scheduler.refuse(request, drafted - agreed)
+                request.drafts = request.drafts.plus(drafted, agreed)
                 self._offer(request)
-                self._held.append(self._advance(request, token))
+                before = request.num_output_tokens
+                self._held.append(self._advance(request, tokens))
+                given += request.num_output_tokens - before
             except Exception as fault:  # a tokenizer or prefix cache of somebody's own: it ends its request, not the others'
                 self._drop(request)
                 faults.append(fault)
-        self.meter.record(flight.counts, flight.step.work, output_tokens=len(result.tokens) - wasted, wasted=wasted)
+        work = flight.step.work
+        if self.speculation:
+            self.speculation.learn(flight.step.seats, result)
+            work += self.speculation.take_work()
+        self.meter.record(flight.counts, work, output_tokens=given, accepted=accepted, wasted=wasted)
         self._weigh()
         if faults:
             raise faults[0]
@@ -275,9 +291,14 @@ class Engine:
                 with suppress(Exception):  # a prefix cache of somebody's own; the step's error is the one to raise
                     close()
 
+    def _forget(self, request: Request) -> None:
+        if self.speculation:
+            self.speculation.forget(request.request_id)
+
     def _drop(self, request: Request) -> None:
         """Forget a request that cannot go on; it gives no output."""
         self._live.pop(request.request_id, None)
+        self._forget(request)
         if request.status is not Status.FINISHED:
             with suppress(Exception):  # what failed once may fail again; the blocks come back either way
                 self.scheduler.finish(request, "abort")
@@ -309,7 +330,15 @@ class Engine:
         """Hand outputs back: the next step returns them again. For callers who meet other callers' results in the loop."""
         self._held.extend(outputs)
 
-    def _advance(self, request: Request, sampled: Sampled) -> RequestOutput:
+    def _advance(self, request: Request, tokens: Sequence[Sampled]) -> RequestOutput:
+        """Give a request its next tokens, up to the one that ends it."""
+        for sampled in tokens:
+            self._append(request, sampled)
+            if request.status is Status.FINISHED:
+                break
+        return self._output(request)
+
+    def _append(self, request: Request, sampled: Sampled) -> None:
         text = self._live[request.request_id].text
         request.token_ids.append(sampled.token_id)
         if sampled.logprobs is not None:
@@ -323,7 +352,6 @@ class Engine:
             elif request.num_output_tokens >= request.max_tokens:
                 text.finish()  # what half a character held back may still complete a stop string
                 self.scheduler.finish(request, "stop" if text.stopped else "length")
-        return self._output(request)
 
     def _output(self, request: Request) -> RequestOutput:
         """The request as its caller sees it. A finished one is forgotten here."""
@@ -331,12 +359,14 @@ class Engine:
         if request.status is Status.FINISHED:
             text.finish()
             del self._live[request.request_id]
+            self._forget(request)
         logprobs = tuple(request.logprobs[: len(text.token_ids)]) if request.params.logprobs is not None else None
         return RequestOutput(
             request_id=request.request_id, prompt_token_ids=tuple(request.token_ids[: request.prompt_len]),
             token_ids=text.token_ids, text=text.text, delta=text.take_delta(),
             finish_reason=request.finish_reason, logprobs=logprobs, num_cached_tokens=request.num_cached_tokens,
             num_loaded_tokens=request.num_loaded_tokens,
+            drafts=request.drafts,
         )  # fmt: skip
 
     def _count(self, plan: SchedulerOutput, step: Step) -> StepCounts:
@@ -357,6 +387,7 @@ class Engine:
             rows=len(requests), padded_rows=plan.padded_rows + step.padding,
             idle_rows=self.options.max_num_seqs - len(requests) - plan.padded_rows - step.padding,
             stalled_tokens=stalled, sampled_rows=len(step.seats), kv_allocated=allocated, kv_live=live,
+            drafted=sum(len(seat.draft) for seat in step.seats),
         )  # fmt: skip
 
     def _weigh(self) -> None:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from minillm.sampling_params import SamplingParams
+from minillm.spec.stats import DraftStats
 
 
 class Status(Enum):
@@ -23,6 +24,7 @@ class RequestOutput:
     logprobs: per output token {token id: log-probability under the model}, the chosen token first; None unless asked for.
     num_cached_tokens: found in a prefix cache at the last admission; num_loaded_tokens: those of them that came from a tier below
     the pool.
+    drafts: what speculation brought this request.
     """
 
     request_id: str
@@ -34,6 +36,7 @@ class RequestOutput:
     logprobs: tuple[dict[int, float], ...] | None = None
     num_cached_tokens: int = 0
     num_loaded_tokens: int = 0
+    drafts: DraftStats = DraftStats()
 
     @property
     def finished(self) -> bool:
@@ -69,6 +72,7 @@ class Request:
     num_preemptions: int = 0
     num_in_flight: int = 0
     num_pending: int = 0
+    drafts: DraftStats = DraftStats()
 
     @property
     def num_tokens(self) -> int:

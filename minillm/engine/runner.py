@@ -16,11 +16,13 @@ from minillm.engine.batch import ForwardBatch, Row, to_device
 from minillm.engine.compiled import CompiledDecode
 from minillm.engine.graphs import DecodeGraphs
 from minillm.engine.request import Request
-from minillm.engine.sampler import Sampled, sample
+from minillm.engine.sampler import Sampled
 from minillm.engine.scheduler import Scheduled, SchedulerOutput
 from minillm.model.transformer import Transformer
 from minillm.perf.work import Work
 from minillm.sampling_params import SamplingParams
+from minillm.spec.draft import Draft
+from minillm.spec.verify import verify_all
 
 UNKNOWN = 0
 """Stands in a batch for a token that the step before has not sampled yet."""
@@ -53,12 +55,14 @@ class Eager:
 
 @dataclass(frozen=True)
 class Seat:
-    """A row that gets a token, as it is when its step is launched; num_tokens: how many stand before that token."""
+    """A row that gets a token, as it is when its step is launched; num_tokens: how many stand before that token. draft: what
+    is computed behind them, and may give more tokens than one."""
 
     request: Request
     params: SamplingParams
     seed: int
     num_tokens: int
+    draft: Draft = Draft()
 
 
 @dataclass(frozen=True)
@@ -79,9 +83,11 @@ class Step:
 
 @dataclass(frozen=True)
 class StepResult:
-    """What every seat got, in the order of Step.seats."""
+    """What every seat got, in the order of Step.seats: one token, and one more for each accepted draft. states: [seats, hidden],
+    those that gave the last tokens, where a proposer wants them."""
 
-    tokens: dict[Request, Sampled]
+    tokens: dict[Request, list[Sampled]]
+    states: Tensor | None = None
 
 
 class ModelRunner:
@@ -98,9 +104,12 @@ class ModelRunner:
         block_size: int,
         compiled: CompiledDecode | None = None,
         graphs: DecodeGraphs | None = None,
+        wants_states: bool = False,
     ):
+        """wants_states: hand out hidden states with the tokens, which only the eager path can."""
         self.model, self.store, self.backend, self.block_size = model, store, backend, block_size
         self.compiled, self.graphs, self.eager = compiled, graphs, Eager(model, store, backend)
+        self.wants_states = wants_states
 
     def prepare(self, output: SchedulerOutput) -> Step:
         """Build the tensors and the attention plan, and count the work. Nothing here needs the step before to have run."""
@@ -110,7 +119,9 @@ class ModelRunner:
         full = self.graphs.pad(batch) if path is self.graphs and self.graphs else batch
         plan = path.plan(full)
         seats = [
-            Seat(s.request, s.request.params, s.request.seed, s.request.num_tokens) for s in output.scheduled if s.catches_up
+            Seat(s.request, s.request.params, s.request.seed, s.request.num_tokens, s.draft)
+            for s in output.scheduled
+            if s.catches_up
         ]
         ends = accumulate(s.num_tokens for s in output.scheduled)
         unknown = [(end - 1, s.request) for s, end in zip(output.scheduled, ends) if s.catches_up and s.request.num_pending]
@@ -122,12 +133,20 @@ class ModelRunner:
         if step.unknown:
             assert before is not None
             at, owners = zip(*step.unknown)
-            ids = np.array([before.tokens[request].token_id for request in owners])
+            ids = np.array([before.tokens[request][-1].token_id for request in owners])
             device = step.batch.token_ids.device
             step.batch.token_ids[to_device(np.array(at), device)] = to_device(ids, device)
-        logits = step.path.run(step.batch, step.plan)[: len(step.seats)]
-        tokens = sample(logits, step.seats)
-        return StepResult({seat.request: token for seat, token in zip(step.seats, tokens, strict=True)})
+        states = None
+        if self.wants_states:
+            states = self.model.hidden(step.batch, self.store, self.backend, step.plan)
+            logits = self.model.head(states)
+        else:
+            logits = step.path.run(step.batch, step.plan)
+        tokens = verify_all(logits, step.seats)
+        if states is not None:  # of each seat's rows, the one that gave its last token
+            firsts = accumulate((1 + len(seat.draft) for seat in step.seats), initial=0)
+            states = states[[first + len(got) - 1 for first, got in zip(firsts, tokens)]]
+        return StepResult({seat.request: got for seat, got in zip(step.seats, tokens, strict=True)}, states)
 
     def forward(self, batch: ForwardBatch) -> tuple[Tensor, Work]:
         """Logits [samples, vocab] of the tokens that batch.logit_indices names, and the work of computing them."""
@@ -136,6 +155,8 @@ class ModelRunner:
         return path.run(batch, plan), self._work(path, batch, plan)
 
     def _path(self, batch: ForwardBatch) -> ForwardPath:
+        if self.wants_states:
+            return self.eager
         for path in (self.graphs, self.compiled):
             if path is not None and path.accepts(batch):
                 return path
@@ -148,6 +169,8 @@ class ModelRunner:
 
 def row_of(s: Scheduled) -> Row:
     """The scheduled tokens with a block table of their own: the request's may grow while the step is in flight."""
-    ids: Sequence[int] = s.request.token_ids[s.start : s.start + s.num_tokens]
-    missing = s.num_tokens - len(ids)  # the last token of a request, while the step that samples it is in flight
-    return Row([*ids, *[UNKNOWN] * missing], s.start, tuple(s.request.blocks), wants_logits=s.catches_up)
+    own = s.num_tokens - len(s.draft)
+    ids: Sequence[int] = s.request.token_ids[s.start : s.start + own]
+    missing = own - len(ids)  # the last token of a request, while the step that samples it is in flight
+    tokens = [*ids, *[UNKNOWN] * missing, *s.draft.token_ids]
+    return Row(tokens, s.start, tuple(s.request.blocks), wants_logits=s.catches_up, num_drafts=len(s.draft))

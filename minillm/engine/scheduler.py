@@ -11,21 +11,26 @@ from minillm.config import EngineConfig
 from minillm.engine.policies import POLICIES, BatchingPolicy, Continuous
 from minillm.engine.queues import CacheQueue, LengthQueue, RequestList, WaitingQueue
 from minillm.engine.request import Request, Status
+from minillm.spec.draft import NO_DRAFT, Draft
 
 
 class Scheduled:
-    """One request's share of a step: its next num_tokens tokens, from position start on.
+    """One request's share of a step: its next num_tokens tokens, from position start on; the last of them may be a draft.
 
     catches_up: whether the request has nothing left to compute afterwards, so that a token can be sampled.
     """
 
-    __slots__ = ("request", "num_tokens", "start", "catches_up")  # no dataclass: a thousand of them are made in a step
+    __slots__ = ("request", "num_tokens", "draft", "start", "catches_up")  # no dataclass: a thousand are made in a step
 
-    def __init__(self, request: Request, num_tokens: int):
-        self.request, self.num_tokens = request, num_tokens
+    def __init__(self, request: Request, num_tokens: int, draft: Draft = NO_DRAFT):
+        self.request, self.num_tokens, self.draft = request, num_tokens, draft
         # fixed when the step is planned: the request moves on while the step is in flight
         self.start = start = request.num_computed_tokens
-        self.catches_up = start + num_tokens == request.num_tokens
+        self.catches_up = start + num_tokens - len(draft.token_ids) == request.num_tokens
+
+    def with_draft(self, draft: Draft) -> "Scheduled":
+        """The same share and these tokens behind it."""
+        return Scheduled(self.request, self.num_tokens + len(draft), draft) if draft else self
 
 
 @dataclass(frozen=True)
@@ -234,6 +239,10 @@ class Scheduler:
                 self.cache.free(s.request)
                 self._set_computed(s.request, 0)
 
+    def refuse(self, request: Request, n: int) -> None:
+        """The last n tokens that a step computed for this request were drafts that are not its own."""
+        self._set_computed(request, request.num_computed_tokens - n)
+
     def undo(self, output: SchedulerOutput) -> None:
         """The step has failed: nothing of it counts, and what is left to do is planned again. Youngest step first."""
         for s in output.scheduled:
@@ -260,6 +269,8 @@ class Scheduler:
     def finish(self, request: Request, reason: str) -> None:
         """End a waiting or running request and take its blocks back, once no step in flight can read them."""
         if request.status is Status.RUNNING:
+            # an accepted draft that goes on behind the end of the text was computed, and belongs to nobody
+            self._set_computed(request, min(request.num_computed_tokens, request.num_tokens))
             self.running.remove(request)
             self.num_live_tokens -= request.num_computed_tokens
         else:

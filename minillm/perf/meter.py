@@ -122,6 +122,7 @@ class StepCounts:
     sampled_rows: int
     kv_allocated: int
     kv_live: int
+    drafted: int = 0
 
 
 class Meter:
@@ -148,7 +149,7 @@ class Meter:
             n, tier_read_bytes=n.tier_read_bytes + read_bytes, tier_write_bytes=n.tier_write_bytes + written_bytes
         )
 
-    def record(self, step: StepCounts, work: Work, output_tokens: int, wasted: int = 0) -> None:
+    def record(self, step: StepCounts, work: Work, output_tokens: int, accepted: int = 0, wasted: int = 0) -> None:
         n = self._needles
         total = n.work + work
         self._needles = replace(
@@ -164,7 +165,7 @@ class Meter:
             padded_tokens=n.padded_tokens + step.padded_tokens, launches=total.launches,
             stalled_tokens=n.stalled_tokens + step.stalled_tokens, steps=n.steps + 1,
             row_passes=n.row_passes + step.sampled_rows, output_tokens=n.output_tokens + output_tokens,
-            wasted=n.wasted + wasted,
+            drafted=n.drafted + step.drafted, accepted=n.accepted + accepted, wasted=n.wasted + wasted,
         )  # fmt: skip
 
     def __getattr__(self, name: str) -> Any:

@@ -15,7 +15,7 @@ from minillm.engine.request import Request
 from minillm.engine.sampler import most_likely, pick, uniform
 from minillm.model.transformer import Transformer
 from minillm.perf.work import Work
-from minillm.spec.proposer import Draft
+from minillm.spec.draft import Draft
 from minillm.spec.verify import dense_distribution
 
 DRAW = 3
@@ -44,11 +44,13 @@ class DraftModelProposer:
     """Lets another model of the same vocabulary decode ahead (Leviathan et al. 2022, arXiv 2211.17192; Chen et al. 2023, arXiv
     2302.01318). store: a KV store of the drafter's shape with as many slots as the target's; a request's block table serves both.
 
-    A greedy request gets the drafter's most likely tokens, a sampling one tokens drawn under its own parameters.
+    A greedy request gets the drafter's most likely tokens, a sampling one tokens drawn under its own parameters. price: what a
+    drafted token costs, in steps of the target: the bytes that the drafter reads against those that the target reads.
     """
 
-    def __init__(self, model: Transformer, store: KVStore, backend: AttentionBackend, block_size: int):
-        self.model, self.store, self.backend, self.block_size = model, store, backend, block_size
+    def __init__(self, model: Transformer, store: KVStore, backend: AttentionBackend, block_size: int, price: float = 0.0):
+        self.model, self.store, self.backend, self.block_size, self.price = model, store, backend, block_size, price
+        self.weight_bytes = model.weight_bytes()
         self._progress: dict[str, Progress] = {}
         self._work = Work()
 

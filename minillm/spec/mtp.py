@@ -15,7 +15,7 @@ from minillm.engine.request import Request
 from minillm.engine.sampler import most_likely
 from minillm.model.transformer import Transformer
 from minillm.perf.work import Work
-from minillm.spec.proposer import Draft
+from minillm.spec.draft import Draft
 
 
 class MTPHead(nn.Module):
@@ -77,6 +77,8 @@ class MTPProposer:
         self.vocab = head.get_buffer("vocab")
         output, _ = model.head.dense()
         self.output = output[self.vocab].contiguous()  # [n, hidden]
+        self.weight_bytes = self.output.nbytes + sum(p.nbytes for p in self.head.parameters())
+        self.price = self.weight_bytes / (model.config.matmul_params * model.dtype.itemsize)
         self._states: dict[str, Tensor] = {}
         self._work = Work()
 

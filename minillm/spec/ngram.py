@@ -7,7 +7,7 @@ from typing import Sequence
 import numpy as np
 
 from minillm.engine.request import Request
-from minillm.spec.proposer import Draft
+from minillm.spec.draft import Draft
 
 
 class NgramProposer:

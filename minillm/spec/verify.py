@@ -2,21 +2,42 @@
 
 from __future__ import annotations
 
+from typing import Protocol, Sequence
+
 import torch
 from torch import Tensor
 
-from minillm.engine.request import Request
-from minillm.engine.sampler import Sampled, distribution, draw, logprobs_of, most_likely, pick, uniform
-from minillm.spec.proposer import Draft
+from minillm.engine.sampler import Sampled, Sampling, distribution, draw, logprobs_of, most_likely, pick, sample, uniform
+from minillm.spec.draft import Draft
 
 ACCEPT, RESIDUAL = 1, 2
 """Streams of random numbers beside the sampler's stream 0: one decides acceptance, one draws what replaces a refused token."""
 
 
-def verify(logits: Tensor, request: Request, draft: Draft) -> list[Sampled]:
+class Seat(Sampling, Protocol):
+    """What a row of a step is verified with."""
+
+    @property
+    def draft(self) -> Draft: ...
+
+
+def verify_all(logits: Tensor, seats: Sequence[Seat]) -> list[list[Sampled]]:
+    """The next tokens of every seat. logits: [samples, vocab], for each seat in turn one row more than it has drafted tokens."""
+    if not any(seat.draft for seat in seats):
+        return [[token] for token in sample(logits[: len(seats)], seats)]
+    best, tokens, first = most_likely(logits), [], 0
+    for seat in seats:
+        stop = first + len(seat.draft) + 1
+        tokens.append(verify(logits[first:stop], seat, seat.draft, best[first:stop]))
+        first = stop
+    return tokens
+
+
+def verify(logits: Tensor, request: Sampling, draft: Draft, best: Sequence[int] | None = None) -> list[Sampled]:
     """The request's next tokens: the accepted part of the draft, and one more that the model gives for free.
 
-    logits: [len(draft) + 1, vocab]; row i is the model's answer after i drafted tokens. Between 1 and len(draft) + 1 tokens.
+    logits: [len(draft) + 1, vocab]; row i is the model's answer after i drafted tokens. best: each row's most likely token, where
+    that is known. Returns between 1 and len(draft) + 1 tokens.
 
     A certain draft (no probs) is accepted where it equals the token that the model samples there anyway: it is accepted with the
     model's probability of it, and every token is the one that decoding without drafts gives. A drawn draft x ~ q is accepted with
@@ -26,7 +47,7 @@ def verify(logits: Tensor, request: Request, draft: Draft) -> list[Sampled]:
     if logits.shape[0] != len(draft) + 1:
         raise ValueError(f"a draft of {len(draft)} tokens is verified by {len(draft) + 1} rows of logits, got {logits.shape[0]}")
     params, out = request.params, []
-    greedy = most_likely(logits) if params.temperature == 0 else []
+    greedy = most_likely(logits) if best is None and params.temperature == 0 else best or []
     for i in range(len(draft) + 1):
         position = request.num_tokens + i
         if i == len(draft) or params.temperature == 0 or draft.probs is None:
@@ -53,7 +74,7 @@ def accept_or_replace(p: Tensor, q: Tensor, token: int, seed: int, position: int
     return pick(None, residual, uniform(seed, position, RESIDUAL)), False
 
 
-def dense_distribution(row: Tensor, request: Request) -> Tensor:
+def dense_distribution(row: Tensor, request: Sampling) -> Tensor:
     """What the request's parameters make of row [vocab]: float64 probabilities over the whole vocabulary."""
     params = request.params
     ids, probs = distribution(row, params.temperature, params.top_k, params.top_p)

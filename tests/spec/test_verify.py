@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from minillm import SamplingParams
 from minillm.engine.request import Request
 from minillm.engine.sampler import sample, uniform
-from minillm.spec.proposer import Draft
+from minillm.spec.draft import Draft
 from minillm.spec.verify import accept_or_replace, dense_distribution, verify
 
 DRAWS = 4000

@@ -1,0 +1,68 @@
+"""From options to a proposer: which one, with what it needs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Sequence
+
+from minillm.attention.torch_backend import TorchAttention
+from minillm.cache.kv_store import PlainKVStore
+from minillm.config import EngineConfig
+from minillm.model.transformer import Transformer
+from minillm.spec.draft_model import DraftModelProposer
+from minillm.spec.mtp import MTPHead, MTPProposer
+from minillm.spec.ngram import NgramProposer
+from minillm.spec.proposer import Proposer
+from minillm.spec.speculation import Speculation
+
+HEADS = Path(__file__).resolve().parents[2] / "assets" / "mtp"
+
+
+def make_speculation(options: EngineConfig, model: Transformer, num_slots: int, block_size: int) -> Speculation | None:
+    """What ``options.speculative`` asks for; ValueError where its parts do not fit this model."""
+    if options.speculative is None:
+        return None
+    proposer = _proposer(options, model, num_slots, block_size)
+    longest, room = options.num_draft_tokens, options.max_draft_batch
+    return Speculation(proposer, longest, room, model.config.vocab_size, options.adaptive_drafts)
+
+
+def _proposer(options: EngineConfig, model: Transformer, num_slots: int, block_size: int) -> Proposer:
+    name = options.speculative
+    if name == "ngram":
+        return NgramProposer()
+    if name == "mtp":
+        head = MTPHead.load(_head_file(options.draft_model, model))
+        return MTPProposer(head, model)
+    if name == "draft":
+        draft = draft_model(options.draft_model, model)
+        store = PlainKVStore.allocate(draft.config, num_slots, draft.dtype, draft.device)
+        price = draft.config.matmul_params * draft.dtype.itemsize / (model.config.matmul_params * model.dtype.itemsize)
+        proposer = DraftModelProposer(draft, store, TorchAttention(draft.config.sliding_window), block_size, price)
+        if draft is not options.draft_model:
+            proposer.weight_bytes = 0  # the target's own layers
+        return proposer
+    given: Proposer = name
+    return given
+
+
+def draft_model(chosen: Transformer | Sequence[int], model: Transformer) -> Transformer:
+    """The drafter: a model of the same vocabulary, or some layers of the target, which costs no memory but its KV."""
+    draft = chosen if isinstance(chosen, Transformer) else model.skipping(chosen)
+    mine, theirs = draft.config.vocab_size, model.config.vocab_size
+    if mine != theirs:
+        raise ValueError(f"draft_model has a vocabulary of {mine} tokens, the target {theirs}; they must be the same")
+    if draft.config.max_position < model.config.max_position:
+        limits = f"{draft.config.max_position} positions, the target {model.config.max_position}"
+        raise ValueError(f"draft_model has {limits}; it must reach as far")
+    return draft
+
+
+def _head_file(chosen: str | Path | None, model: Transformer) -> Path:
+    if chosen is not None:
+        return Path(chosen)
+    file = HEADS / f"{model.config.name}.safetensors"
+    if not file.exists():
+        have = ", ".join(sorted(f.stem for f in HEADS.glob("*.safetensors"))) or "none"
+        raise ValueError(f"there is no trained MTP head for {model.config.name!r} (there are: {have}); give draft_model=FILE")
+    return file

@@ -1,0 +1,242 @@
+"""Speculation changes how many passes an answer takes, never the answer."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from minillm import SamplingParams
+from minillm.spec.draft import Draft
+from minillm.spec.mtp import MTPHead, MTPProposer
+
+from ..cache.dict_prefix import DictPrefixCache
+from ..strategies import VOCAB, greedy, poison_freed_blocks, run_to_end, tiny_engine, tiny_model
+
+
+class Oracle:
+    """Knows the greedy answer, and says a wrong token instead wherever ``wrong`` is due."""
+
+    def __init__(self, wrong=()):
+        self.wrong, self.asked = set(wrong), []
+
+    def propose(self, requests, lengths):
+        self.asked.append(list(lengths))
+        return [Draft(self.guess(r, n)) for r, n in zip(requests, lengths, strict=True)]
+
+    def guess(self, request, n):
+        done = request.num_output_tokens
+        answer = greedy(request.token_ids[: request.prompt_len], done + n)[done:]
+        return tuple((t + 1) % VOCAB if done + i in self.wrong else t for i, t in enumerate(answer))
+
+
+class Drawn:
+    """Draws drafts from a flat distribution."""
+
+    def propose(self, requests, lengths):
+        flat = torch.full((VOCAB,), 1 / VOCAB, dtype=torch.float64)
+        return [Draft(tuple(range(3, 3 + n)), flat.expand(n, VOCAB)) for n in lengths]
+
+
+def mtp_proposer():
+    torch.manual_seed(0)
+    head = MTPHead(16, 8, torch.arange(VOCAB)).double()
+    torch.nn.init.normal_(head.join.weight, std=0.3)
+    return MTPProposer(head, tiny_model())
+
+
+PROPOSERS = {
+    "ngram": lambda: {"speculative": "ngram"},
+    "layers": lambda: {"speculative": "draft", "draft_model": [0]},
+    "itself": lambda: {"speculative": "draft", "draft_model": tiny_model()},
+    "mtp": lambda: {"speculative": mtp_proposer()},
+    "oracle": lambda: {"speculative": Oracle({2, 3, 9})},
+}
+
+
+def serve(prompts, params, **options):
+    engine = tiny_engine(**options)
+    poison_freed_blocks(engine)
+    each = params if isinstance(params, list) else [params] * len(prompts)
+    names = [engine.add_request(prompt, p) for prompt, p in zip(prompts, each, strict=True)]
+    done = run_to_end(engine)
+    engine.cache.pool.check()
+    assert engine.cache.pool.num_referenced == 0
+    return [done[name] for name in names], engine
+
+
+def always(max_tokens, proposer, longest=4, **options):
+    """One request whose drafts all have the same length, [2, 3] and max_tokens more."""
+    params = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
+    (out,), engine = serve([[2, 3]], params, speculative=proposer, adaptive_drafts=False, num_draft_tokens=longest, **options)
+    return out, engine
+
+
+some_prompts = st.lists(st.lists(st.integers(2, 4), min_size=1, max_size=12), min_size=1, max_size=4)
+
+
+@given(
+    prompts=some_prompts, who=st.sampled_from(sorted(PROPOSERS)), block=st.sampled_from([1, 3, 4]), blocks=st.integers(0, 40),
+    budget=st.sampled_from([1, 5, 64]), longest=st.integers(1, 6), room=st.sampled_from([2, 8, 64]), adaptive=st.booleans(),
+    prefix=st.booleans(), tokens=st.integers(1, 14),
+)  # fmt: skip
+def test_greedy_output_is_that_of_decoding_without_drafts(
+    prompts, who, block, blocks, budget, longest, room, adaptive, prefix, tokens
+):
+    needed = max(len(p) for p in prompts) + tokens
+    options = {
+        "block_size": block, "num_blocks": -(-needed // block) + blocks, "max_num_batched_tokens": budget,
+        "num_draft_tokens": longest, "max_draft_batch": room, "adaptive_drafts": adaptive,
+        "prefix_cache": DictPrefixCache(block) if prefix else "none",
+    }  # fmt: skip
+    outputs, _ = serve(prompts, SamplingParams(max_tokens=tokens, ignore_eos=True), **options, **PROPOSERS[who]())
+    assert [o.token_ids for o in outputs] == [greedy(p, tokens) for p in prompts]
+
+
+@pytest.mark.parametrize("who", ["ngram", "layers", "mtp", "oracle"])
+def test_seeded_sampling_gives_the_same_tokens_where_drafts_are_certain(who):
+    """A drafting model draws its drafts for requests that sample: there the promise is the distribution, not the tokens."""
+    params = [SamplingParams(max_tokens=12, temperature=t, top_k=k, top_p=p, seed=s, ignore_eos=True)
+              for s, (t, k, p) in enumerate([(0.7, 0, 1.0), (1.3, 4, 1.0), (1.0, 0, 0.8), (0.0, 0, 1.0)])]  # fmt: skip
+    prompts = [[2, 3, 2, 3], [4, 5], [6], [2, 2, 2]]
+    plain, _ = serve(prompts, params)
+    drafted, engine = serve(prompts, params, **PROPOSERS[who]())
+    if who == "layers":
+        assert [len(o.token_ids) for o in drafted] == [12] * 4 and drafted[3].token_ids == plain[3].token_ids
+    else:
+        assert [o.token_ids for o in drafted] == [o.token_ids for o in plain]
+    assert engine.meter.drafted > 0
+
+
+@pytest.mark.parametrize("max_tokens", range(1, 8))
+@pytest.mark.parametrize("wrong", [(), (1,), (0, 2)])
+def test_an_answer_ends_exactly_at_max_tokens(max_tokens, wrong):
+    out, engine = always(max_tokens, Oracle(wrong), 5)
+    assert out.token_ids == greedy([2, 3], max_tokens) and out.finish_reason == "length"
+    assert engine.meter.output_tokens == max_tokens
+
+
+def test_a_stop_inside_an_accepted_run_ends_there_and_what_follows_leaves_no_trace():
+    answer = greedy([2, 3], 12)
+    stop = next(i for i in range(2, 9) if answer[i] not in answer[:i])
+    cache = DictPrefixCache(2)
+    params = SamplingParams(max_tokens=12, ignore_eos=True, stop_token_ids=[answer[stop]])
+    (out,), engine = serve([[2, 3]], params, speculative=Oracle(), adaptive_drafts=False, block_size=2, prefix_cache=cache)
+    assert out.token_ids == answer[:stop] and out.finish_reason == "stop"
+    longer = [2, 3, *answer[:stop], 7, 8]
+    name = engine.add_request(longer, SamplingParams(max_tokens=4, ignore_eos=True))
+    assert run_to_end(engine)[name].token_ids == greedy(longer, 4)
+
+
+def test_passes_tokens_and_drafts_add_up():
+    out, engine = always(13, Oracle({5}))
+    # prompt: 1 token. then 4 + 1 (places 1..5, of which 5 is wrong: accepted 1..4 and the model's own), 4 + 1, and the last 2
+    assert (engine.meter.steps, engine.meter.output_tokens) == (4, 13)
+    stats = out.drafts
+    assert (stats.passes, stats.drafted, stats.accepted) == (4, engine.meter.drafted, engine.meter.accepted)
+    assert stats.accepted + stats.passes == 13 and engine.meter.wasted == stats.drafted - stats.accepted
+    assert engine.meter.passes_per_token == pytest.approx(4 / 13)
+
+
+def test_both_acceptance_rates_of_a_refused_draft():
+    out, _ = always(6, Oracle({1, 2, 3, 4, 5}), 3)
+    assert out.drafts.alpha == 0 == out.drafts.accepted_share and out.drafts.tokens_per_pass == 1.0
+    out, _ = always(8, Oracle({3}))
+    # places 1, 2 accepted, 3 refused, 4 never judged; then 4, 5, 6 accepted, and 7 is the target's
+    assert (out.drafts.drafted, out.drafts.accepted, out.drafts.tried) == (4 + 3, 2 + 3, 3 + 3)
+
+
+def test_a_full_step_gets_no_drafts():
+    oracle = Oracle()
+    serve([[2 + i, 3] for i in range(6)], SamplingParams(max_tokens=8, ignore_eos=True), speculative=oracle, max_draft_batch=6)
+    assert oracle.asked == []
+    serve([[2 + i, 3] for i in range(6)], SamplingParams(max_tokens=8, ignore_eos=True), speculative=oracle, max_draft_batch=18)
+    assert oracle.asked and max(max(lengths) for lengths in oracle.asked) == 2, "what is left is shared"
+
+
+def test_a_drafted_token_never_pushes_a_request_out():
+    prompts = [[2, 3, 4], [5, 6, 7]]
+    params = SamplingParams(max_tokens=10, ignore_eos=True)
+    _, plain = serve(prompts, params, block_size=1, num_blocks=24)
+    outputs, drafted = serve(prompts, params, block_size=1, num_blocks=24, speculative=Oracle(range(20)), adaptive_drafts=False)
+    assert plain.scheduler.num_preemptions == drafted.scheduler.num_preemptions == 0
+    assert [o.token_ids for o in outputs] == [greedy(p, 10) for p in prompts]
+
+
+def test_the_target_as_its_own_drafter_is_always_right_also_behind_a_full_acceptance():
+    """The drafter's KV lacks the last accepted token unless it is fed; then its next guess would be wrong."""
+    out, engine = always(20, "draft", draft_model=tiny_model())
+    assert out.drafts.alpha == 1.0 and engine.meter.wasted == 0
+
+
+def test_a_drawn_draft_keeps_to_tokens_that_the_filters_allow():
+    params = [SamplingParams(max_tokens=8, temperature=1.0, top_k=1, seed=s, ignore_eos=True) for s in range(3)]
+    outputs, engine = serve([[2, 3]] * 3, params, speculative=Drawn())
+    assert {o.token_ids for o in outputs} == {greedy([2, 3], 8)} and engine.meter.drafted > engine.meter.accepted
+
+
+def test_the_work_of_a_drafting_model_is_counted():
+    params = SamplingParams(max_tokens=8, ignore_eos=True)
+    _, plain = serve([[2, 3]], params)
+    _, drafted = always(8, "draft", draft_model=tiny_model())
+    assert drafted.meter.weight_bytes > plain.meter.weight_bytes and drafted.meter.steps < plain.meter.steps
+    assert drafted.meter.weight_bytes_held == 2 * plain.meter.weight_bytes_held
+
+
+class Faulty(Oracle):
+    def __init__(self, make):
+        super().__init__()
+        self.make = make
+
+    def propose(self, requests, lengths):
+        return self.make(requests, lengths)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda r, n: [], "returned 0 drafts for 1 requests"),
+        (lambda r, n: [Draft((VOCAB,))], f"drafted token {VOCAB}, outside the vocabulary of {VOCAB}"),
+        (lambda r, n: [Draft((2,) * (n[0] + 1))], "drafted 9 tokens where at most 8 were asked for"),
+    ],
+)
+def test_a_proposer_that_breaks_its_promise_is_named(make, message):
+    engine = tiny_engine(speculative=Faulty(make), adaptive_drafts=False)
+    engine.add_request([2, 3], SamplingParams(max_tokens=20, ignore_eos=True))
+    engine.step()
+    with pytest.raises(ValueError, match=f"proposer Faulty .*{message}"):
+        engine.step()
+    engine.speculation = None
+    (out,) = run_to_end(engine).values()
+    assert out.token_ids == greedy([2, 3], 20), "the request lives on"
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"speculative": "eagle"}, "'ngram', 'draft', 'mtp'"),
+        ({"speculative": 3}, "lacks propose"),
+        ({"speculative": "draft"}, "needs a draft_model"),
+        ({"speculative": "ngram", "draft_model": [0]}, "not for 'ngram'"),
+        ({"draft_model": [0]}, "speculative is None"),
+        ({"speculative": "draft", "draft_model": [7]}, r"at least one of 0 to 1, got \[7\]"),
+        ({"speculative": "ngram", "kv_cache": "none"}, "kv_cache='none'"),
+        ({"speculative": "ngram", "overlap": True}, "overlap=True"),
+        ({"speculative": "ngram", "batching": "static"}, "batching='static'"),
+        ({"speculative": "ngram", "num_draft_tokens": 0}, "num_draft_tokens"),
+        ({"speculative": "mtp"}, "no trained MTP head for 'tiny'"),
+        ({"speculative": "mtp", "draft_model": "/nowhere/head"}, "/nowhere/head holds no MTP head"),
+    ],
+)
+def test_options_that_do_not_go_together_are_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        tiny_engine(**options)
+
+
+def test_a_drafter_of_another_vocabulary_is_refused():
+    config = replace(tiny_model().config, vocab_size=VOCAB + 1)
+    with pytest.raises(ValueError, match=f"{VOCAB + 1} tokens, the target {VOCAB}"):
+        tiny_engine(speculative="draft", draft_model=type(tiny_model()).random(config))
