@@ -9,9 +9,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from minillm import SamplingParams
+from minillm import LLM, SamplingParams
 from minillm.spec.draft import Draft
 from minillm.spec.mtp import MTPHead, MTPProposer
+from minillm.spec.train_mtp import states_of
 
 from ..cache.dict_prefix import DictPrefixCache
 from ..strategies import VOCAB, greedy, poison_freed_blocks, run_to_end, tiny_engine, tiny_model
@@ -240,3 +241,46 @@ def test_a_drafter_of_another_vocabulary_is_refused():
     config = replace(tiny_model().config, vocab_size=VOCAB + 1)
     with pytest.raises(ValueError, match=f"{VOCAB + 1} tokens, the target {VOCAB}"):
         tiny_engine(speculative="draft", draft_model=type(tiny_model()).random(config))
+
+
+def test_a_drafting_model_drafts_what_it_would_say_itself_also_after_refusals_and_preemptions():
+    """Its KV holds tokens that were refused, and blocks that were taken away: none of it may be used."""
+    shallow = tiny_model().skipping([0])
+    engine = tiny_engine(speculative="draft", draft_model=[0], adaptive_drafts=False, num_blocks=13, block_size=2)
+    proposer, checked = engine.speculation.proposer, 0
+
+    def propose(requests, lengths):
+        nonlocal checked
+        drafts = type(proposer).propose(proposer, requests, lengths)
+        for request, draft in zip(requests, drafts, strict=True):
+            params = SamplingParams(max_tokens=max(len(draft), 1), ignore_eos=True)
+            alone = LLM(shallow, num_blocks=40, block_size=4).generate([request.token_ids], params)[0].token_ids
+            assert draft.token_ids == alone[: len(draft)]
+            checked += len(draft)
+        return drafts
+
+    proposer.propose = propose
+    for prompt in ([2, 3, 4], [5, 6, 7, 8]):
+        engine.add_request(prompt, SamplingParams(max_tokens=16, ignore_eos=True))
+    run_to_end(engine)
+    assert checked > 20 and engine.meter.wasted > 0 and engine.scheduler.num_preemptions > 0
+
+
+class Watcher(Oracle):
+    """Compares the state that it is shown with the one of a pass over the whole text."""
+
+    wants_hidden = True
+    seen = 0
+
+    def observe(self, requests, states):
+        for request, state in zip(requests, states, strict=True):
+            ids = request.token_ids[:-1]
+            assert torch.allclose(state, states_of(tiny_model(), ids)[-1].double(), atol=1e-5)
+            self.seen += 1
+
+
+def test_a_proposer_is_shown_the_state_that_gave_the_last_token():
+    watcher = Watcher({2, 3, 9})
+    params = SamplingParams(max_tokens=12, ignore_eos=True)
+    outputs, _ = serve([[2, 3], [4, 5, 6]], params, speculative=watcher, num_draft_tokens=4)
+    assert [o.token_ids for o in outputs] == [greedy([2, 3], 12), greedy([4, 5, 6], 12)] and watcher.seen > 6
