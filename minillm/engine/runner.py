@@ -21,7 +21,7 @@ from minillm.engine.scheduler import Scheduled, SchedulerOutput
 from minillm.model.transformer import Transformer
 from minillm.perf.work import Work
 from minillm.sampling_params import SamplingParams
-from minillm.spec.draft import Draft
+from minillm.spec.draft import NO_DRAFT, Draft
 from minillm.spec.verify import verify_all
 
 UNKNOWN = 0
@@ -62,7 +62,7 @@ class Seat:
     params: SamplingParams
     seed: int
     num_tokens: int
-    draft: Draft = Draft()
+    draft: Draft = NO_DRAFT
 
 
 @dataclass(frozen=True)

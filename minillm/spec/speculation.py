@@ -11,7 +11,7 @@ from minillm.engine.request import Request, Status
 from minillm.engine.runner import Seat, StepResult
 from minillm.engine.scheduler import SchedulerOutput
 from minillm.perf.work import Work
-from minillm.spec.draft import Draft
+from minillm.spec.draft import NO_DRAFT, Draft
 from minillm.spec.length import CHECK_PRICE, DraftLength
 from minillm.spec.proposer import Proposer
 
@@ -40,8 +40,7 @@ class Speculation:
         if not any(lengths):
             return plan
         drafts = dict(zip(decoding, self._checked(self.proposer.propose(decoding, lengths), decoding, lengths), strict=True))
-        nothing = Draft()
-        return replace(plan, scheduled=[s.with_draft(drafts.get(s.request, nothing)) for s in plan.scheduled])
+        return replace(plan, scheduled=[s.with_draft(drafts.get(s.request, NO_DRAFT)) for s in plan.scheduled])
 
     def _reserve(self, request: Request, share: int, cache: CacheManager) -> int:
         """Tokens to draft for this request, with slots for them."""
