@@ -103,6 +103,8 @@ def prepack_available() -> bool:
 class Linear(nn.Module):
     """y = x Wᵀ + b, by whichever method."""
 
+    weight: Tensor  # [out, in], where the method keeps it as it is
+
     def __init__(self, weight: Tensor, bias: Tensor | None, method: LinearMethod):
         super().__init__()
         self.out_features, self.in_features = weight.shape
