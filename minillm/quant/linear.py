@@ -104,6 +104,7 @@ class Linear(nn.Module):
     """y = x Wᵀ + b, by whichever method."""
 
     weight: Tensor  # [out, in], where the method keeps it as it is
+    bias: Tensor | None
 
     def __init__(self, weight: Tensor, bias: Tensor | None, method: LinearMethod):
         super().__init__()
