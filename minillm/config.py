@@ -183,6 +183,7 @@ class EngineConfig:
         request; "static-sorted" does so with requests of similar max_tokens; or an object with ``grants`` (BatchingPolicy).
     prefill: "chunked" gives prompts what decoding requests leave of the budget; "first" lets everyone wait for them.
     queue_order: "arrival"; "cache" starts waiting requests with the longest cached prefix first, within bounds.
+    kv_dtype: "auto" keeps KV in the model's dtype; "int8" or "fp8" in one byte per element and a scale per token and head.
     kv_store: "plain", or a callable (config, num_slots, dtype, device) that makes a KVStore: a class of one's own.
     attention_backend, prefix_cache: a name, or an object that implements the seam.
     quantization: None, "rtn", "awq" or "gptq" (4 bits, groups of 64, the head in 8 bits), a QuantConfig, or a LinearMethod.
@@ -215,6 +216,7 @@ class EngineConfig:
     batching: Any = "continuous"
     prefill: Literal["chunked", "first"] = "chunked"
     queue_order: Literal["arrival", "cache"] = "arrival"
+    kv_dtype: Literal["auto", "int8", "fp8"] = "auto"
     kv_store: Any = "plain"
     attention_backend: Any = "auto"
     prefix_cache: Any = "none"
@@ -234,11 +236,12 @@ class EngineConfig:
     max_draft_batch: int = 16
 
     def __post_init__(self) -> None:
-        for name in ("dtype", "device", "kv_cache", "prefill", "queue_order"):
+        for name in ("dtype", "device", "kv_cache", "kv_dtype", "prefill", "queue_order"):
             if not isinstance(getattr(self, name), str):
                 raise ValueError(f"{name} must be a string, got {getattr(self, name)!r:.60}")
         _check_choice("dtype", self.dtype, ("auto", *DTYPES))
         _check_choice("kv_cache", self.kv_cache, ("paged", "contiguous", "none"))
+        _check_choice("kv_dtype", self.kv_dtype, ("auto", "int8", "fp8"))
         _check_choice("prefill", self.prefill, ("chunked", "first"))
         _check_choice("queue_order", self.queue_order, ("arrival", "cache"))
         self._check_batching()
@@ -251,6 +254,8 @@ class EngineConfig:
             raise ValueError(f"give num_blocks ({self.num_blocks}) or kv_memory ({self.kv_memory}), not both")
         if self.kv_store != "plain" and not callable(self.kv_store):
             raise ValueError(f"kv_store must be 'plain' or a callable that makes a KVStore, got {self.kv_store!r}")
+        if self.kv_store != "plain" and self.kv_dtype != "auto":
+            raise ValueError(f"kv_dtype={self.kv_dtype!r} is minillm's own store; beside another kv_store leave kv_dtype='auto'")
         if self.kv_store != "plain" and self.kv_cache == "none":
             raise ValueError("kv_cache='none' keeps no KV that a store of one's own could hold; leave kv_store='plain'")
         if isinstance(self.attention_backend, str):

@@ -18,6 +18,7 @@ from minillm.cache.block_pool import BlockPool
 from minillm.cache.kv_store import KVStore, PlainKVStore
 from minillm.cache.manager import CacheManager
 from minillm.cache.prefix import HashPrefixCache, NoPrefixCache, PrefixCache
+from minillm.cache.quantised_kv import QuantisedKVStore, bytes_per_element
 from minillm.cache.radix import RadixPrefixCache
 from minillm.cache.sizing import pool_size
 from minillm.cache.snapshot import CacheSnapshot
@@ -77,7 +78,8 @@ class Engine:
             TorchAttention(config.sliding_window) if isinstance(options.attention_backend, str) else options.attention_backend
         )
 
-        token_bytes = 2 * config.kv_size * model.dtype.itemsize * (config.num_layers if keep_kv else 1)
+        element = bytes_per_element(options.kv_dtype, model.dtype, config.head_dim)
+        token_bytes = round(2 * config.kv_size * element * (config.num_layers if keep_kv else 1))
         self.pool_size = pool_size(options, token_bytes, self.max_model_len, model.device)
         block_size, num_blocks = self.pool_size.block_size, self.pool_size.num_blocks
         self.store = self._make_store((num_blocks + 1) * block_size, shared=not keep_kv)
@@ -108,6 +110,8 @@ class Engine:
         config, dtype, device = self.model.config, self.model.dtype, self.model.device
         if self.options.kv_store == "plain":
             try:
+                if self.options.kv_dtype != "auto":
+                    return QuantisedKVStore.allocate(self.options.kv_dtype, config, num_slots, dtype, device, shared)
                 return PlainKVStore.allocate(config, num_slots, dtype, device, shared=shared)
             except (RuntimeError, TypeError, OverflowError) as error:
                 size = self.pool_size
@@ -134,7 +138,7 @@ class Engine:
         if type(backend) is not TorchAttention or type(self.store) is not PlainKVStore:
             raise ValueError(
                 "compile=True compiles the torch attention backend over the plain KV store; "
-                "leave attention_backend='auto' and kv_store='plain'"
+                "leave attention_backend='auto' and kv_store='plain', and kv_dtype='auto'"
             )
         try:
             return CompiledDecode(self.model, self.store, backend)

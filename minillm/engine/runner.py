@@ -12,6 +12,7 @@ from torch import Tensor
 
 from minillm.attention.backend import AttentionBackend
 from minillm.cache.kv_store import KVStore
+from minillm.cache.quantised_kv import QuantisedKVStore
 from minillm.engine.batch import ForwardBatch, Row, to_device
 from minillm.engine.compiled import CompiledDecode
 from minillm.engine.graphs import DecodeGraphs
@@ -164,6 +165,8 @@ class ModelRunner:
 
     def _work(self, path: ForwardPath, batch: ForwardBatch, plan: Any) -> Work:
         work = self.model.work(batch, self.backend, plan, fused=path.fused)
+        if isinstance(self.store, QuantisedKVStore):
+            work = self.store.recount(work)
         return replace(work, launches=self.graphs.launches(work.launches)) if path is self.graphs and self.graphs else work
 
 
