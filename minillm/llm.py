@@ -12,9 +12,11 @@ from minillm.engine.admission import TokenizerLike
 from minillm.engine.engine import Engine
 from minillm.engine.request import RequestOutput
 from minillm.model.loader import load_checkpoint
+from minillm.model.tokenizer import Tokenizer
 from minillm.model.transformer import Transformer
 from minillm.perf.hardware import fast_dtype, resolve_device
 from minillm.perf.meter import Meter
+from minillm.quant.awq_checkpoint import is_awq_folder, load_awq
 from minillm.quant.config import as_config
 from minillm.quant.quantise import quantise_model
 from minillm.sampling_params import SamplingParams
@@ -43,6 +45,14 @@ class LLM:
             same = dtype == model.dtype and device == model.device and method is None
             transformer = model if same or quant else model.converted(dtype, device, method)
             self.note = ""
+        elif is_awq_folder(model):
+            if config.quantization is not None:
+                raise ValueError(f"{model} is quantised already: leave quantization=None, got {config.quantization!r:.60}")
+            dtype = fast_dtype(device) if config.dtype == "auto" else DTYPES[config.dtype]
+            transformer = load_awq(model, dtype, device)
+            folder = Path(model).expanduser()
+            tokenizer = tokenizer or (Tokenizer.from_folder(folder) if (folder / "tokenizer.json").is_file() else None)
+            self.note = transformer.storage
         else:
             checkpoint = load_checkpoint(model)
             dtype = fast_dtype(device) if config.dtype == "auto" else DTYPES[config.dtype]

@@ -1,0 +1,206 @@
+"""Checkpoints of 4-bit weights in the layout of AutoAWQ ("gemm"): written here, read by other engines, and read back.
+
+A linear layer [out, in] with groups of g is three tensors. qweight, int32 [in, out / 8]: eight neighbouring output channels of
+one input channel share a word, and its nibbles, from the lowest, hold channels 0, 2, 4, 6, 1, 3, 5, 7. qzeros, int32
+[in / g, out / 8]: zero points in the same order. scales, float16 [in / g, out]. A word whose top nibble is 8 or more is a negative
+int32, and shifting it down brings ones from the left: each nibble is masked after its shift.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, Iterable, cast
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from minillm.config import ARCHITECTURES, ModelConfig
+from minillm.model.transformer import EMBED, FUSED, HEAD, NORM, Layer, Transformer
+from minillm.quant.calibrate import LINEARS
+from minillm.quant.config import QuantConfig
+from minillm.quant.grid import Codes
+from minillm.quant.group_linear import GroupLinear
+
+ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
+PARTS = ("qweight", "qzeros", "scales")
+
+
+def pack_words(codes: Tensor) -> Tensor:
+    """uint8 [rows, out] of 4 bits → int32 [rows, out / 8]; ValueError where out is no multiple of 8."""
+    if codes.shape[1] % 8:
+        raise ValueError(f"the layout packs 8 output channels to a word; {codes.shape[1]} is not a multiple of 8")
+    eight = codes.to(torch.int64).unflatten(1, (-1, 8))[:, :, list(ORDER)]
+    words = (eight << torch.arange(0, 32, 4)).sum(-1)
+    return torch.where(words >= 2**31, words - 2**32, words).to(torch.int32)
+
+
+def unpack_words(words: Tensor) -> Tensor:
+    """What pack_words packed, uint8 [rows, out]."""
+    nibbles = (
+        words.unsqueeze(-1) >> torch.arange(0, 32, 4, dtype=torch.int32)
+    ) & 15  # the sign comes down with the shift
+    return nibbles[:, :, torch.tensor(ORDER).argsort()].flatten(1).to(torch.uint8)
+
+
+def save_awq(model: Transformer, folder: str | Path, name: str | None = None) -> Path:
+    """Write config.json and model.safetensors of a model quantised to 4 bits; returns the folder.
+
+    The embedding, norms and an untied head are float16. The tokenizer's files are the caller's to add. ValueError for other bits,
+    for layers without a grid, and for numbers beyond float16.
+    """
+    folder = Path(folder)
+    tensors = {EMBED: model.embedding, NORM: model.norm.weight}
+    if not model.config.tie_embeddings:
+        tensors[HEAD] = model.head.dense()[0]
+    methods = set()
+    for i, layer in enumerate(cast(Iterable[Layer], model.layers)):
+        prefix = f"model.layers.{i}"
+        norms = {"input_layernorm": layer.attention_norm, "post_attention_layernorm": layer.mlp_norm,
+                 "self_attn.q_norm": layer.attention.q_norm, "self_attn.k_norm": layer.attention.k_norm}  # fmt: skip
+        tensors.update({f"{prefix}.{key}.weight": norm.weight for key, norm in norms.items() if norm is not None})
+        for key, find in LINEARS.items():
+            linear = find(layer)
+            if not isinstance(linear.method, GroupLinear) or linear.method.bits != 4:
+                raise ValueError(f"{prefix}.{key} is not quantised to 4 bits, the only ones that the AWQ layout has")
+            methods.add((linear.method.group, linear.method.symmetric))
+            codes, bias = linear.method.codes(linear._buffers), linear.dense()[1]
+            for part, rows in _parts(model.config, key):
+                tensors.update(_to_tensors(f"{prefix}.{part}", codes, bias, rows))
+    (group, symmetric) = methods.pop()
+    head = model.head.method.bits if isinstance(model.head.method, GroupLinear) else None
+    stored = {name: _float16(name, t) for name, t in tensors.items()}
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file(stored, folder / "model.safetensors", metadata={"format": "pt"})
+    quant = {"quant_method": "awq", "bits": 4, "group_size": group, "zero_point": True, "version": "gemm",
+             "modules_to_not_convert": None, "symmetric": symmetric, "head_bits": head}  # fmt: skip
+    raw = {**_to_hf(model.config), "torch_dtype": "float16", "quantization_config": quant}
+    (folder / "config.json").write_text(json.dumps(raw, indent=2) + "\n", encoding="utf-8")
+    return folder
+
+
+def _parts(config: ModelConfig, key: str) -> list[tuple[str, slice]]:
+    """The checkpoint's layers inside a fused one, and their rows."""
+    if key not in FUSED:
+        return [(key, slice(None))]
+    sizes = [config.q_size, config.kv_size, config.kv_size] if "qkv" in key else [config.intermediate_size] * 2
+    ends = [sum(sizes[: i + 1]) for i in range(len(sizes))]
+    return [(part, slice(end - size, end)) for part, size, end in zip(FUSED[key], sizes, ends, strict=True)]
+
+
+def _to_tensors(name: str, codes: Codes, bias: Tensor | None, rows: slice) -> dict[str, Tensor]:
+    out = {
+        f"{name}.qweight": pack_words(codes.codes[rows].T.contiguous()),
+        f"{name}.qzeros": pack_words(codes.zeros[rows].T.contiguous()),
+        f"{name}.scales": codes.scales[rows].T.contiguous(),
+    }
+    if bias is not None:
+        out[f"{name}.bias"] = bias[rows]
+    return out
+
+
+def _float16(name: str, tensor: Tensor) -> Tensor:
+    if not tensor.is_floating_point():
+        return tensor.contiguous()
+    half = tensor.to("cpu", torch.float16).contiguous().clone()
+    if not torch.isfinite(half).all():
+        raise ValueError(f"{name} holds a number beyond float16, in which the AWQ layout stores it")
+    return half
+
+
+def _to_hf(c: ModelConfig) -> dict[str, Any]:
+    rope = {"rope_type": c.rope.kind, "rope_theta": c.rope.theta}
+    if c.rope.kind != "default":
+        keys = ("factor", "low_freq_factor", "high_freq_factor", "attention_factor", "beta_fast", "beta_slow", "mscale",
+                "mscale_all_dim", "truncate")  # fmt: skip
+        rope.update({key: getattr(c.rope, key) for key in keys if getattr(c.rope, key) is not None})
+        rope["original_max_position_embeddings"] = c.rope.original_max_position
+    family = {v: k for k, v in ARCHITECTURES.items()}[c.family]
+    raw: dict[str, Any] = {
+        "architectures": [family], "model_type": c.family, "vocab_size": c.vocab_size, "hidden_size": c.hidden_size,
+        "intermediate_size": c.intermediate_size, "num_hidden_layers": c.num_layers, "num_attention_heads": c.num_heads,
+        "num_key_value_heads": c.num_kv_heads, "head_dim": c.head_dim, "max_position_embeddings": c.max_position,
+        "rms_norm_eps": c.norm_eps, "rope_theta": c.rope.theta, "rope_parameters": rope, "tie_word_embeddings": c.tie_embeddings,
+        "attention_bias": c.qkv_bias and c.family != "qwen2", "mlp_bias": c.mlp_bias, "hidden_act": "silu",
+        "eos_token_id": list(c.eos_token_ids), "bos_token_id": c.bos_token_id,
+    }  # fmt: skip
+    if c.sliding_window is not None:
+        raw["sliding_window"] = c.sliding_window
+    return raw
+
+
+def is_awq_folder(source: Any) -> bool:
+    """Whether this is a folder whose config.json speaks of AWQ weights of 4 bits."""
+    if not isinstance(source, (str, Path)) or not str(source).strip():
+        return False
+    file = Path(source).expanduser() / "config.json"
+    try:
+        return file.is_file() and is_awq(json.loads(file.read_text(encoding="utf-8")))
+    except (OSError, ValueError):
+        return False
+
+
+def is_awq(raw: Any) -> bool:
+    """Whether a config.json says that its weights are in this layout."""
+    if not isinstance(raw, dict):
+        return False
+    quant = raw.get("quantization_config")
+    return isinstance(quant, dict) and quant.get("quant_method") == "awq" and quant.get("bits") == 4
+
+
+def load_awq(folder: str | Path, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu") -> Transformer:
+    """The model in a folder that save_awq or AutoAWQ wrote: its codes as they are, everything else in dtype.
+
+    ValueError: another format, a missing tensor, a wrong shape.
+    """
+    folder = Path(folder)
+    raw = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    if not is_awq(raw):
+        raise ValueError(
+            f"{folder} holds no AWQ weights of 4 bits: it has {raw.get('quantization_config')!r:.80}"
+        )
+    quant = raw["quantization_config"]
+    if quant.get("version", "gemm") != "gemm":
+        raise ValueError(f"{folder} is in the AWQ layout {quant.get('version')!r}; minillm reads 'gemm'")
+    config = ModelConfig.from_hf({k: v for k, v in raw.items() if k != "quantization_config"}, folder.name)
+    tensors: dict[str, Tensor] = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        with safe_open(path, framework="pt") as file:
+            tensors.update({name: file.get_tensor(name) for name in file.keys()})  # noqa: SIM118
+    from minillm.quant.quantise import QuantMethods, describe
+
+    group = int(quant.get("group_size", 128))
+    chosen = QuantConfig("awq", 4, group, bool(quant.get("symmetric", False)), head_bits=quant.get("head_bits"))
+    codes = {f"model.layers.{i}.{key}": _read_codes(tensors, f"model.layers.{i}", _parts(config, key), folder)
+             for i in range(config.num_layers) for key in LINEARS}  # fmt: skip
+    weights = {name: t.float() for name, t in tensors.items() if t.is_floating_point() and not name.endswith(".scales")}
+    for name, found in codes.items():
+        weights[f"{name}.weight"] = found.dequantise()
+        prefix, key = name.split(".", 3)[:3], name.split(".", 3)[3]
+        biases = [weights.pop(f"{'.'.join(prefix)}.{part}.bias", None) for part, _ in _parts(config, key)]
+        if all(b is not None for b in biases):
+            weights[f"{name}.bias"] = torch.cat([b for b in biases if b is not None])
+    missing = [name for name in (EMBED, NORM) if name not in weights]
+    if missing:
+        raise ValueError(f"{folder} lacks tensor {missing[0]}")
+    weights = {name: t.to(device=device, dtype=dtype) for name, t in weights.items()}
+    model = Transformer(config, weights, QuantMethods(chosen, dtype, device, codes)).eval()
+    model.storage = describe(model, chosen)
+    return model
+
+
+def _read_codes(tensors: dict[str, Tensor], prefix: str, parts: list[tuple[str, slice]], folder: Path) -> Codes:
+    found = []
+    for part, _ in parts:
+        names = [f"{prefix}.{part}.{kind}" for kind in PARTS]
+        absent = [name for name in names if name not in tensors]
+        if absent:
+            raise ValueError(f"{folder} lacks tensor {absent[0]}")
+        words, zeros, scales = (tensors[name] for name in names)
+        if words.dtype != torch.int32 or scales.shape[1] != 8 * words.shape[1] or zeros.shape != (len(scales), words.shape[1]):
+            raise ValueError(f"{names[0]} {list(words.shape)} of {folder} does not fit its scales {list(scales.shape)}")
+        found.append((unpack_words(words).T, scales.float().T, unpack_words(zeros).T))
+    codes, scales, zeros = (torch.cat(kind).contiguous() for kind in zip(*found, strict=True))
+    return Codes(codes, scales, zeros, 4)

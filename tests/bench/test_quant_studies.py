@@ -1,0 +1,45 @@
+"""The arithmetic of the quantisation studies, on models small enough to be run."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from minillm import ModelConfig, Transformer
+from minillm.bench.studies import int4, kv_quant
+from minillm.quant.config import QuantConfig
+from minillm.quant.quantise import quantise_model
+
+
+@pytest.fixture(scope="module")
+def model() -> Transformer:
+    config = ModelConfig(
+        vocab_size=64, hidden_size=64, intermediate_size=64, num_layers=1, num_heads=4, num_kv_heads=2, head_dim=16,
+        max_position=4096,
+    )  # fmt: skip
+    return Transformer.random(config, dtype=torch.bfloat16)
+
+
+def test_the_crossover_is_the_first_number_of_rows_that_does_not_gain():
+    times = {f"16_{n}": 10.0 for n in int4.ROWS} | {f"4_{n}": t for n, t in zip(int4.ROWS, (4, 6, 9, 10, 11, 10.2), strict=True)}
+    assert int4.crossover(times, "4") == 8 and int4.beyond(times, "4") == pytest.approx(1.1)
+    assert int4.crossover(times | {"4_8": 9.0, "4_16": 9.0, "4_32": 9.9}, "4") == 64
+
+
+def test_a_round_measures_every_bar(model, monkeypatch):
+    monkeypatch.setattr(int4, "CONTEXT", 16)
+    quantised = {bits: quantise_model(model, config) for bits, config in int4.CONFIGS.items()}
+    packed = quantise_model(model, QuantConfig("rtn", 4, 64, dense_from=None))
+    state = int4.state_of({"16": model, **quantised, "packed": packed})
+    for turn in range(2):
+        found = int4.measure(state, turn)
+        values = {bar.name: bar.value(found) for bar in int4.BARS}
+        assert all(v > 0 for v in values.values())
+        assert values["bytes held, int4 with its copy / 16-bit"] > 1 > values["bytes held, int4 without / 16-bit"]
+
+
+def test_kv_bytes_are_a_little_more_than_half(model, monkeypatch):
+    monkeypatch.setattr(kv_quant, "CONTEXTS", (16, 32))
+    found = kv_quant.measure(kv_quant.state_of(model), 1)
+    assert found["int8_bytes"] == found["fp8_bytes"] == found["auto_bytes"] * (16 + 2) / 32
+    assert all(found[f"{k}_{n}"] > 0 for k in kv_quant.KINDS for n in (16, 32))
