@@ -13,6 +13,10 @@ DOCTOR = "Check versions, model, GPU, compiler and speed of this machine; exit c
 PLAN = "Derive memory, KV cache, latency floors and concurrency of a model on a card."
 BENCH = "Measure the engine against transformers, vLLM and llama.cpp, interleaved in one run."
 SERVE = "Serve a model on this machine: completions, chat, streaming, /metrics. Clients of OpenAI's interface work unchanged."
+KERNELS = (
+    "Compile every Triton kernel for sm_80, sm_90, sm_100 and gfx942, without a GPU: registers, spills, shared memory, matrix "
+    "units, occupancy. Exit code 1 if one spills or does not compile."
+)
 EPILOG = "Start with `minillm doctor`, then `minillm generate 'The capital of France is'`. Every command has its own --help."
 
 
@@ -73,6 +77,13 @@ def build_parser(chosen: str | None = None) -> argparse.ArgumentParser:
         _add_model_arguments(serve)
         add_serve_arguments(serve)
         serve.set_defaults(run=run_serve)
+
+    kernels = commands.add_parser("kernels", help="compile every Triton kernel for GPUs that are not here", description=KERNELS)
+    if chosen == "kernels":
+        from minillm.kernels.aot import add_kernels_arguments, run_kernels
+
+        add_kernels_arguments(kernels)
+        kernels.set_defaults(run=run_kernels)
 
     from minillm.course.status import add_course_arguments
 

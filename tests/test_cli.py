@@ -119,13 +119,14 @@ def parsers(parser: argparse.ArgumentParser, name: str = "minillm") -> Iterator[
 
 def all_parsers() -> dict[str, argparse.ArgumentParser]:
     found = dict(parsers(build_parser()))
-    for command in ("plan", "bench", "serve"):  # these declare their arguments only when they are asked for
+    for command in ("plan", "bench", "kernels", "serve"):  # these declare their arguments only when they are asked for
         found |= {n: p for n, p in parsers(build_parser(command)) if n == f"minillm {command}"}
     return found
 
 
 def test_there_is_a_command_for_each_thing_promised() -> None:
-    commands = {"generate", "chat", "demo", "doctor", "plan", "bench", "serve", "course", "course status", "course reset"}
+    commands = {"generate", "chat", "demo", "doctor", "plan", "bench", "kernels", "serve"}
+    commands |= {"course", "course status", "course reset"}
     assert set(all_parsers()) == {"minillm", *(f"minillm {c}" for c in commands)}
 
 

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from minillm.cache.kv_store import KVStore
 from minillm.config import ModelConfig, RopeConfig
 from minillm.perf.work import Work
 from minillm.quant.linear import Linear
@@ -23,15 +24,16 @@ class RMSNorm(nn.Module):
         self.register_buffer("weight", weight, persistent=False)
         self.eps = eps
 
-    def forward(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x, tuple(self.weight.shape), self.weight, self.eps)
+    def forward(self, x: Tensor, operators: "Operators | None" = None) -> Tensor:
+        return (operators or PLAIN).norm(x, self.weight, self.eps)
+
+    def after(self, x: Tensor, delta: Tensor, operators: "Operators") -> tuple[Tensor, Tensor]:
+        """x + delta, and its norm."""
+        return operators.add_norm(x, delta, self.weight, self.eps)
 
     def work(self, rows: int) -> Work:
         """rows of the weight's width; the arithmetic of the reduction is not a matmul and is left out."""
-        if rows == 0:
-            return Work()
-        width, element = self.weight.numel(), self.weight.dtype.itemsize
-        return Work(weight_bytes=width * element, activation_bytes=2 * rows * width * element, launches=1)
+        return PLAIN.norm_work(rows, self.weight.numel(), self.weight.dtype.itemsize)
 
 
 class MLP(nn.Module):
@@ -42,14 +44,11 @@ class MLP(nn.Module):
         self.gate_up = gate_up
         self.down = down
 
-    def forward(self, x: Tensor) -> Tensor:
-        gate, up = self.gate_up(x).chunk(2, dim=-1)
-        return self.down(F.silu(gate) * up)
+    def forward(self, x: Tensor, operators: "Operators | None" = None) -> Tensor:
+        return self.down((operators or PLAIN).swiglu(self.gate_up(x)))
 
-    def work(self, rows: int, fused: bool = False) -> Work:
-        width, element = self.down.in_features, self.down.dtype.itemsize
-        # silu reads gate and writes, the product reads that and up and writes; fused, what silu writes stays in a register
-        activation = Work(activation_bytes=(3 if fused else 5) * rows * width * element, launches=1 if fused else 2)
+    def work(self, rows: int, operators: "Operators | None" = None) -> Work:
+        activation = (operators or PLAIN).swiglu_work(rows, self.down.in_features, self.down.dtype.itemsize)
         return self.gate_up.work(rows) + activation + self.down.work(rows)
 
 
@@ -114,3 +113,79 @@ def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """x [tokens, heads, head_dim]; cos, sin [tokens, 1, head_dim]."""
     half = x.shape[-1] // 2
     return torch.addcmul(x * cos, x.roll(half, dims=-1), sin)
+
+
+class Operators:
+    """The small operators between a layer's products, each a torch operator or two, and what they move.
+
+    A seam: an attention backend may carry its own as ``operators``, which the model then uses; what it does not override is this.
+    rows are tokens, width is the elements of one, element the bytes of an element.
+    """
+
+    def norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """x [..., width] / rms · weight [width]."""
+        return F.rms_norm(x, tuple(weight.shape), weight, eps)
+
+    def add_norm(self, x: Tensor, delta: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        """(x + delta, its norm)."""
+        x = x + delta
+        return x, self.norm(x, weight, eps)
+
+    def rotate_and_store(
+        self, q_and_k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, slots: Tensor, store: KVStore, layer: int
+    ) -> Tensor:
+        """q_and_k [tokens, heads + kv_heads, head_dim], v [tokens, kv_heads, head_dim], cos and sin [tokens, 1, head_dim], slots
+        [tokens] → rotated q [tokens, heads, head_dim]; rotated k, and v, are in the store."""
+        kv_heads = v.shape[1]
+        q_and_k = apply_rope(q_and_k, cos, sin)
+        store.write(layer, slots, q_and_k[:, -kv_heads:], v)
+        return q_and_k[:, :-kv_heads]
+
+    def swiglu(self, gate_up: Tensor) -> Tensor:
+        """silu(gate) · up of [rows, 2 · width] → [rows, width]."""
+        gate, up = gate_up.chunk(2, dim=-1)
+        return F.silu(gate) * up
+
+    def norm_work(self, rows: int, width: int, element: int) -> Work:
+        if rows == 0:
+            return Work()
+        return Work(weight_bytes=width * element, activation_bytes=2 * rows * width * element, launches=1)
+
+    def add_work(self, rows: int, width: int, element: int) -> Work:
+        """A residual sum reads two and writes one."""
+        return Work(activation_bytes=3 * rows * width * element, launches=1)
+
+    def add_norm_work(self, rows: int, width: int, element: int) -> Work:
+        return self.add_work(rows, width, element) + self.norm_work(rows, width, element)
+
+    def rotate_and_store_work(self, tokens: int, config: ModelConfig, element: int) -> Work:
+        rotated, new_kv = tokens * (config.q_size + config.kv_size), 2 * tokens * config.kv_size
+        # rotate: x·cos is read and written, the roll too, and the sum reads both and writes
+        rotation = Work(activation_bytes=7 * rotated * element, launches=3)
+        # K and V are stacked (read and written), then read once more on their way into the store
+        return rotation + Work(kv_write_bytes=new_kv * element, activation_bytes=3 * new_kv * element, launches=2)
+
+    def swiglu_work(self, rows: int, width: int, element: int) -> Work:
+        """silu reads gate and writes, the product reads that and up and writes."""
+        return Work(activation_bytes=5 * rows * width * element, launches=2)
+
+
+class CompiledOperators(Operators):
+    """The same operators, counted as the compiled step runs them: fused into one, or riding on what reads their input anyway."""
+
+    def add_work(self, rows: int, width: int, element: int) -> Work:
+        return Work(activation_bytes=2 * rows * width * element)
+
+    def rotate_and_store_work(self, tokens: int, config: ModelConfig, element: int) -> Work:
+        """One operator rotates on the way to where q and k are wanted."""
+        rotated, new_kv = tokens * (config.q_size + config.kv_size), 2 * tokens * config.kv_size
+        moved = (rotated + tokens * config.q_size + new_kv) * element
+        return Work(kv_write_bytes=new_kv * element, activation_bytes=moved, launches=1)
+
+    def swiglu_work(self, rows: int, width: int, element: int) -> Work:
+        """What silu writes stays in a register."""
+        return Work(activation_bytes=3 * rows * width * element, launches=1)
+
+
+PLAIN = Operators()
+COMPILED = CompiledOperators()

@@ -13,7 +13,7 @@ from minillm.attention.backend import AttentionBackend
 from minillm.cache.kv_store import KVStore
 from minillm.config import ModelConfig
 from minillm.engine.batch import ForwardBatch
-from minillm.model.layers import MLP, RMSNorm, apply_rope, rope_table
+from minillm.model.layers import COMPILED, MLP, PLAIN, Operators, RMSNorm, rope_table
 from minillm.perf.work import Work
 from minillm.quant.linear import AnyMethod, Linear, default_method, method_for
 
@@ -28,33 +28,27 @@ class Attention(nn.Module):
         self.config, self.qkv, self.out, self.q_norm, self.k_norm = config, qkv, out, q_norm, k_norm
 
     def forward(
-        self, x: Tensor, layer: int, cos: Tensor, sin: Tensor, slots: Tensor, store: KVStore, backend: AttentionBackend, plan: Any
-    ) -> Tensor:
+        self, x: Tensor, operators: Operators, layer: int, cos: Tensor, sin: Tensor, slots: Tensor, store: KVStore,
+        backend: AttentionBackend, plan: Any,
+    ) -> Tensor:  # fmt: skip
         c = self.config
         heads = self.qkv(x).view(-1, c.num_heads + 2 * c.num_kv_heads, c.head_dim)
         q_and_k, v = heads[:, : -c.num_kv_heads], heads[:, -c.num_kv_heads :]
         if self.q_norm is not None and self.k_norm is not None:
-            q_and_k = torch.cat([self.q_norm(q_and_k[:, : c.num_heads]), self.k_norm(q_and_k[:, c.num_heads :])], dim=1)
-        q_and_k = apply_rope(q_and_k, cos, sin)
-        q, k = q_and_k[:, : c.num_heads], q_and_k[:, c.num_heads :]
-        store.write(layer, slots, k, v)
+            q, k = q_and_k[:, : c.num_heads], q_and_k[:, c.num_heads :]
+            q_and_k = torch.cat([self.q_norm(q, operators), self.k_norm(k, operators)], dim=1)
+        q = operators.rotate_and_store(q_and_k, v, cos, sin, slots, store, layer)
         return self.out(backend.forward(q, layer, store, plan).reshape(-1, c.q_size))
 
-    def work(self, batch: ForwardBatch, backend: AttentionBackend, plan: Any, fused: bool = False) -> Work:
+    def work(self, batch: ForwardBatch, operators: Operators, backend: AttentionBackend, plan: Any) -> Work:
         c, tokens, element = self.config, batch.num_tokens, self.qkv.dtype.itemsize
-        rotated, new_kv = tokens * (c.q_size + c.kv_size), 2 * tokens * c.kv_size
         total = self.qkv.work(tokens) + backend.work(batch, plan, c, self.qkv.dtype) + self.out.work(tokens)
-        if fused:  # one operator rotates on the way to where q and k are wanted
-            return total + Work(
-                kv_write_bytes=new_kv * element, activation_bytes=(rotated + tokens * c.q_size + new_kv) * element, launches=1
-            )
-        # rotate: x·cos is read and written, the roll too, and the sum reads both and writes
-        total += Work(activation_bytes=7 * rotated * element, launches=3)
-        # K and V are stacked (read and written), then read once more on their way into the store
-        total += Work(kv_write_bytes=new_kv * element, activation_bytes=3 * new_kv * element, launches=2)
-        if self.q_norm is not None and self.k_norm is not None:
-            total += self.q_norm.work(tokens * c.num_heads) + self.k_norm.work(tokens * c.num_kv_heads)
-            total += Work(activation_bytes=2 * rotated * element, launches=1)
+        total += operators.rotate_and_store_work(tokens, c, element)
+        # the compiled step normalises q and k on the way to their rotation
+        if self.q_norm is not None and self.k_norm is not None and operators is not COMPILED:
+            total += operators.norm_work(tokens * c.num_heads, c.head_dim, element)
+            total += operators.norm_work(tokens * c.num_kv_heads, c.head_dim, element)
+            total += Work(activation_bytes=2 * tokens * (c.q_size + c.kv_size) * element, launches=1)
         return total
 
 
@@ -65,18 +59,16 @@ class Layer(nn.Module):
         super().__init__()
         self.attention_norm, self.attention, self.mlp_norm, self.mlp = attention_norm, attention, mlp_norm, mlp
 
-    def forward(self, x: Tensor, *step: Any) -> Tensor:
-        x = x + self.attention(self.attention_norm(x), *step)
-        return x + self.mlp(self.mlp_norm(x))
+    def forward(self, x: Tensor, operators: Operators, *step: Any) -> Tensor:
+        attended = self.attention(self.attention_norm(x, operators), operators, *step)
+        x, normed = self.mlp_norm.after(x, attended, operators)
+        return x + self.mlp(normed, operators)
 
-    def work(self, batch: ForwardBatch, backend: AttentionBackend, plan: Any, fused: bool = False) -> Work:
-        rows, width = batch.num_tokens, self.mlp.down.out_features
-        # each residual sum reads two and writes one; fused, it rides on the norm, which reads its input anyway
-        adds = Work(
-            activation_bytes=(4 if fused else 6) * rows * width * self.mlp.down.dtype.itemsize, launches=0 if fused else 2
-        )
-        attention = self.attention_norm.work(rows) + self.attention.work(batch, backend, plan, fused)
-        return attention + self.mlp_norm.work(rows) + self.mlp.work(rows, fused) + adds
+    def work(self, batch: ForwardBatch, operators: Operators, backend: AttentionBackend, plan: Any) -> Work:
+        shape = batch.num_tokens, self.mlp.down.out_features, self.mlp.down.dtype.itemsize
+        attention = operators.norm_work(*shape) + self.attention.work(batch, operators, backend, plan)
+        mlp = operators.add_norm_work(*shape) + self.mlp.work(batch.num_tokens, operators)
+        return attention + mlp + operators.add_work(*shape)
 
 
 class Transformer(nn.Module):
@@ -122,9 +114,10 @@ class Transformer(nn.Module):
         """The same step up to the output head: normed states [samples, hidden]."""
         x = self.embedding[batch.token_ids]
         cos, sin = self.rope[batch.positions].unsqueeze(2).unbind(1)  # [tokens, 1, head_dim] each
+        operators = getattr(backend, "operators", PLAIN)
         for i, layer in enumerate(self.layers):
-            x = layer(x, i, cos, sin, batch.slots, store, backend, plan)
-        return self.norm(x[batch.logit_indices])
+            x = layer(x, operators, i, cos, sin, batch.slots, store, backend, plan)
+        return self.norm(x[batch.logit_indices], operators)
 
     def work(self, batch: ForwardBatch, backend: AttentionBackend, plan: Any, fused: bool = False) -> Work:
         """What forward does for this batch; fused: small operators are compiled into one. All layers have one shape, so one is
@@ -133,7 +126,8 @@ class Transformer(nn.Module):
         lookup = batch.num_tokens * c.hidden_size * element
         embed = Work(weight_bytes=lookup + 2 * batch.num_tokens * c.head_dim * element, activation_bytes=lookup, launches=2)
         pick = Work(activation_bytes=2 * samples * c.hidden_size * element, launches=1)
-        layers = self.layers[0].work(batch, backend, plan, fused) * c.num_layers  # type: ignore[operator]
+        operators = COMPILED if fused else getattr(backend, "operators", PLAIN)
+        layers = self.layers[0].work(batch, operators, backend, plan) * c.num_layers  # type: ignore[operator]
         return embed + layers + pick + self.norm.work(samples) + self.head.work(samples)
 
     def weight_bytes(self) -> int:
