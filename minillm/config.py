@@ -178,7 +178,11 @@ class EngineConfig:
     max_model_len: tokens of prompt plus output of one request; None is the model's own limit.
     max_num_seqs: requests that run at once. max_num_batched_tokens: the token budget of one step.
     block_size: tokens per KV block. num_blocks or kv_memory (bytes): size of the KV pool; both None picks a default.
-    kv_cache: "paged"; "contiguous" reserves one strip of max_model_len per request; "none" recomputes everything.
+    kv_cache: "paged"; "contiguous" gives each request one strip of neighbouring blocks; "none" recomputes everything.
+    allocation: "paged" gives a request blocks as it grows (a contiguous cache reserves instead); "reserve" gives it a strip of
+        max_model_len tokens when it is admitted; "exact" one of prompt + max_tokens - 1, an oracle where ignore_eos is set.
+    attention_window: keys that a token sees, its own and those before it; None is the model's own window, if it has one.
+    attention_sinks: keys at the beginning of a request that are seen beside the window.
     batching: "continuous"; "sequential" runs one request at a time; "static" admits a batch, pads it and waits for its slowest
         request; "static-sorted" does so with requests of similar max_tokens; or an object with ``grants`` (BatchingPolicy).
     prefill: "chunked" gives prompts what decoding requests leave of the budget; "first" lets everyone wait for them.
@@ -213,6 +217,9 @@ class EngineConfig:
     num_blocks: int | None = None
     kv_memory: int | None = None
     kv_cache: Literal["paged", "contiguous", "none"] = "paged"
+    allocation: Literal["paged", "reserve", "exact"] = "paged"
+    attention_window: int | None = None
+    attention_sinks: int = 0
     batching: Any = "continuous"
     prefill: Literal["chunked", "first"] = "chunked"
     queue_order: Literal["arrival", "cache"] = "arrival"
@@ -236,12 +243,13 @@ class EngineConfig:
     max_draft_batch: int = 16
 
     def __post_init__(self) -> None:
-        for name in ("dtype", "device", "kv_cache", "kv_dtype", "prefill", "queue_order"):
+        for name in ("dtype", "device", "kv_cache", "kv_dtype", "allocation", "prefill", "queue_order"):
             if not isinstance(getattr(self, name), str):
                 raise ValueError(f"{name} must be a string, got {getattr(self, name)!r:.60}")
         _check_choice("dtype", self.dtype, ("auto", *DTYPES))
         _check_choice("kv_cache", self.kv_cache, ("paged", "contiguous", "none"))
         _check_choice("kv_dtype", self.kv_dtype, ("auto", "int8", "fp8"))
+        _check_choice("allocation", self.allocation, ("paged", "reserve", "exact"))
         _check_choice("prefill", self.prefill, ("chunked", "first"))
         _check_choice("queue_order", self.queue_order, ("arrival", "cache"))
         self._check_batching()
@@ -249,7 +257,13 @@ class EngineConfig:
             max_model_len=self.max_model_len, max_num_seqs=self.max_num_seqs, block_size=self.block_size,
             max_num_batched_tokens=self.max_num_batched_tokens, num_blocks=self.num_blocks, kv_memory=self.kv_memory,
             num_draft_tokens=self.num_draft_tokens, max_draft_batch=self.max_draft_batch,
+            attention_window=self.attention_window,
         )
+        sinks = self.attention_sinks
+        if isinstance(sinks, bool) or not isinstance(sinks, int) or sinks < 0:
+            raise ValueError(f"attention_sinks must be a whole number of at least 0, got {sinks!r}")
+        if self.kv_cache == "none" and self.allocation != "paged":
+            raise ValueError(f"kv_cache='none' keeps nothing from step to step that allocation={self.allocation!r} could reserve")
         if self.num_blocks is not None and self.kv_memory is not None:
             raise ValueError(f"give num_blocks ({self.num_blocks}) or kv_memory ({self.kv_memory}), not both")
         if self.kv_store != "plain" and not callable(self.kv_store):
@@ -268,6 +282,11 @@ class EngineConfig:
         else:
             _check_parts("prefix_cache", self.prefix_cache, ("match", "insert", "holds", "evict"), "a name or a PrefixCache")
         self._check_tiers()
+        if self.prefix_cache != "none" and self.strips:
+            raise ValueError(
+                f"a prefix cache hands out single blocks, which a strip cannot hold (kv_cache={self.kv_cache!r}, "
+                f"allocation={self.allocation!r}); leave both 'paged'"
+            )
         if self.quantization is not None and as_config(self.quantization) is None and not hasattr(self.quantization, "for_layer"):
             parts = ("pack", "apply", "unpack")
             _check_parts("quantization", self.quantization, parts, "None, a name, a QuantConfig or a LinearMethod")
@@ -337,6 +356,13 @@ class EngineConfig:
             _check_choice("tier_policy", self.tier_policy, ("auto", "always"))
         elif not callable(self.tier_policy):
             raise ValueError(f"tier_policy must be 'auto', 'always' or a callable, got {self.tier_policy!r:.60}")
+
+    @property
+    def strips(self) -> Literal["reserve", "exact"] | None:
+        """How long the strip of neighbouring blocks is that a request gets at its admission; None: single blocks, as it grows."""
+        if self.allocation == "paged":
+            return "reserve" if self.kv_cache == "contiguous" else None
+        return self.allocation
 
     @classmethod
     def from_options(cls, **options: Any) -> "EngineConfig":

@@ -134,15 +134,17 @@ class LLM:
         return [o for o in outputs if o.request_id in mine]
 
     def _run(self, work: list[tuple[list[int], SamplingParams]]) -> list[RequestOutput]:
-        samples = [(ids, one) for ids, params in work for one in params.samples()]
         names: list[str] = []
         results: dict[str, RequestOutput] = {}
         unfinished: set[str] = set()
         foreign: list[RequestOutput] = []
         try:
-            for ids, params in samples:
-                names.append(self.engine.add_request(ids, params))
-                unfinished.add(names[-1])
+            for ids, params in work:
+                first = None
+                for sample in params.samples():
+                    names.append(self.engine.add_request(ids, sample, sibling=first))
+                    unfinished.add(names[-1])
+                    first = first or names[-1]
             while unfinished:
                 gone = next((name for name in unfinished if not self.engine.knows(name)), None)
                 if gone is not None:

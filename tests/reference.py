@@ -16,9 +16,13 @@ from minillm import ModelConfig, SamplingParams, Transformer
 
 
 class Reference:
-    """Plain causal language model over the dense weights of a Transformer (default rope only)."""
+    """Plain causal language model over the dense weights of a Transformer (default rope only).
 
-    def __init__(self, model: Transformer):
+    window: keys that a token sees, the model's own unless said; sinks: first keys that every token sees beside them.
+    """
+
+    def __init__(self, model: Transformer, window: int | None = None, sinks: int = 0):
+        self.window, self.sinks = window or model.config.sliding_window, sinks
         self.config: ModelConfig = model.config
         self.weights = {name: tensor.clone() for name, tensor in model.dense_weights().items()}
         self._continuations: dict[tuple[int, ...], list[int]] = {}
@@ -57,8 +61,8 @@ class Reference:
         q, k = self._rotate(q), self._rotate(k)
         distance = torch.arange(length)[:, None] - torch.arange(length)[None, :]
         hidden = distance < 0
-        if c.sliding_window is not None:
-            hidden |= distance >= c.sliding_window
+        if self.window is not None:
+            hidden |= (distance >= self.window) & (torch.arange(length) >= self.sinks)
         group = c.num_heads // c.num_kv_heads  # query head h reads KV head h // group
         k, v = (t.repeat_interleave(group, dim=1) for t in (k, v))
         scores = (torch.einsum("qhd,khd->hqk", q, k) / math.sqrt(d)).masked_fill(hidden, -math.inf)

@@ -54,8 +54,8 @@ def tiny_model(group: int = 3, window: int | None = None) -> Transformer:
 
 
 @cache
-def reference(group: int = 3, window: int | None = None) -> Reference:
-    return Reference(tiny_model(group, window))
+def reference(group: int = 3, window: int | None = None, sinks: int = 0) -> Reference:
+    return Reference(tiny_model(group), window, sinks)
 
 
 # 0 and 1 end a text. Characters of one to four bytes, whole and in pieces, and "a", "b", "ab", "xa" for stop strings.
@@ -113,8 +113,8 @@ def scripted_llm(*pieces: str | bytes, eos: Sequence[int] = (), **options: Any) 
 class WatchedAttention(TorchAttention):
     """Keeps the batches it has seen, and raises in the last layer when told to: an interrupt with half of the step done."""
 
-    def __init__(self, window: int | None = None):
-        super().__init__(window)
+    def __init__(self, window: int | None = None, sinks: int = 0):
+        super().__init__(window, sinks)
         self.batches: list[ForwardBatch] = []
         self.error: BaseException | None = None
         self.failing_call = 0
@@ -227,24 +227,29 @@ policies = st.one_of(
 
 
 @st.composite
-def engine_options(draw, needed: int) -> dict[str, Any]:
+def engine_options(draw, needed: int, max_model_len: int = MAX_LEN) -> dict[str, Any]:
     """Any engine that can serve requests of up to ``needed`` slots; pools are small, so that requests push each other out."""
     kind = draw(st.sampled_from(["paged", "paged", "contiguous", "none"]))
     block_size = draw(st.one_of(st.integers(1, 4), st.integers(1, 17)))
     budget = draw(st.one_of(st.integers(1, 6), st.integers(1, 64)))
-    if kind == "contiguous":
-        num_blocks = draw(st.integers(1, 4)) * -(-MAX_LEN // block_size)
+    allocation = draw(st.sampled_from(["paged", "paged", "reserve", "exact"])) if kind != "none" else "paged"
+    if allocation == "reserve" or (kind, allocation) == ("contiguous", "paged"):  # strips of the longest request
+        num_blocks = draw(st.integers(1, 4)) * -(-max_model_len // block_size)
     else:
         num_blocks = -(-needed // block_size) + draw(st.sampled_from([0, 0, 1, 2, 6]))
     return {
-        "kv_cache": kind, "block_size": block_size, "num_blocks": num_blocks,
+        "kv_cache": kind, "allocation": allocation, "block_size": block_size, "num_blocks": num_blocks,
         **draw(policies),
         "max_num_batched_tokens": max(budget, needed) if kind == "none" else budget,
         "max_num_seqs": draw(st.sampled_from([1, 2, 3, 5, 8, 8])),
-        "prefix_cache": draw(st.sampled_from(["none", "hash", "radix"])) if kind == "paged" else "none",
+        "prefix_cache": draw(st.sampled_from(["none", "hash", "radix"])) if kind == allocation == "paged" else "none",
         "overlap": kind != "none" and draw(st.booleans()),
         "cuda_graphs": draw(st.booleans()),
     }  # fmt: skip
 
 
-models = st.tuples(st.sampled_from(GROUPS), st.sampled_from(WINDOWS))
+views = st.sampled_from([(None, 0), (None, 0), (4, 0), (4, 0), (1, 0), (4, 3), (1, 1), (3, 6)])
+"""A window and its sinks."""
+
+models = st.tuples(st.sampled_from(GROUPS), views).map(lambda m: (m[0], *m[1]))
+"""A group size, a window and its sinks: what ``reference`` takes."""

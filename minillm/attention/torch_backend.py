@@ -11,9 +11,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from minillm.attention.window import Window
 from minillm.cache.kv_store import KVStore
 from minillm.config import ModelConfig
-from minillm.engine.batch import ForwardBatch, slots_of, to_device
+from minillm.engine.batch import ForwardBatch, slots_at, to_device
 from minillm.perf.work import Work, visible_pairs
 
 MAX_PADDING = 1.3
@@ -35,26 +36,29 @@ class RowGroup:
 
 
 class TorchAttention:
-    """Reference backend. It copies the keys and values it reads, which is the price of paging without a kernel of our own."""
+    """Reference backend. It copies the keys and values it reads, which is the price of paging without a kernel of our own.
 
-    def __init__(self, window: int | None = None):
-        self.window = window
+    view: what a query sees; keys that no query of a row sees are not read, and the engine takes their blocks back.
+    """
+
+    def __init__(self, window: int | None = None, sinks: int = 0):
+        self.view = Window(window, sinks)
+
+    @property
+    def window(self) -> int | None:
+        return self.view.size
 
     def plan(self, batch: ForwardBatch, dtype: torch.dtype) -> list[RowGroup]:
         starts = np.concatenate([[0], np.cumsum(batch.q_lens)])
         by_q_len: dict[int, list[int]] = defaultdict(list)
         for row, q_len in enumerate(batch.q_lens):
             by_q_len[q_len].append(row)
-        reads = [self.keys_read(q, kv) for q, kv in zip(batch.q_lens, batch.kv_lens, strict=True)]
+        reads = [self.view.count(q, kv) for q, kv in zip(batch.q_lens, batch.kv_lens, strict=True)]
         groups = []
         for q_len, rows in by_q_len.items():
             for part in split_by_length(rows, reads):
                 groups.append(self._group(batch, part, q_len, starts, dtype))
         return groups
-
-    def keys_read(self, q_len: int, kv_len: int) -> int:
-        """Keys that some query of a row can see: all, or with a window the last of them."""
-        return kv_len if self.window is None else min(kv_len, q_len + self.window - 1)
 
     def single_group(self, batch: ForwardBatch, dtype: torch.dtype) -> RowGroup:
         """All rows of a decoding batch in one group, with a mask always and at least two keys: one shape for compiled code."""
@@ -65,20 +69,19 @@ class TorchAttention:
     ) -> RowGroup:
         device = batch.token_ids.device
         kv_lens = np.array([batch.kv_lens[r] for r in rows])
-        reads = np.array([self.keys_read(q_len, int(kv)) for kv in kv_lens])
-        first = kv_lens - reads  # keys before it are out of every query's sight and are not read
-        longest = max(int(reads.max()), 2 if fixed_form else 1)
+        seen = [self.view.positions(q_len, int(kv)) for kv in kv_lens]  # what is out of every query's sight is not read
+        fewest, longest = min(map(len, seen)), max(max(map(len, seen)), 2 if fixed_form else 1)
         slots = np.zeros((len(rows), longest), dtype=np.int64)
         for i, r in enumerate(rows):
-            slots[i, : reads[i]] = slots_of(batch.tables[r], batch.block_size, int(first[i]), batch.kv_lens[r])
+            slots[i, : len(seen[i])] = slots_at(batch.tables[r], batch.block_size, seen[i])
         mask = None
-        if fixed_form or q_len > 1 or reads.min() < longest:
+        if fixed_form or q_len > 1 or fewest < longest:
+            key = np.full((len(rows), longest), kv_lens.max())  # padding lies beyond every query
+            for i, positions in enumerate(seen):
+                key[i, : len(positions)] = positions
             # bottom-right causal: the last query of a row sees the row's last key
-            query = (kv_lens[:, None] - q_len + np.arange(q_len))[:, :, None]  # [rows, q_len, 1] positions
-            key = first[:, None, None] + np.arange(longest)  # [rows, 1, keys] positions
-            visible = key <= query
-            if self.window is not None:
-                visible &= key > query - self.window
+            query = kv_lens[:, None] - q_len + np.arange(q_len)
+            visible = self.view.sees(query[:, :, None], key[:, None, :])  # [rows, q_len, keys]
             blocked = to_device(~visible, device)
             mask = torch.zeros(visible.shape, dtype=dtype, device=device).masked_fill_(blocked, float("-inf")).unsqueeze(1)
         tokens: Tensor | slice = slice(int(starts[rows[0]]), int(starts[rows[-1] + 1]))
@@ -96,8 +99,9 @@ class TorchAttention:
 
     def work(self, batch: ForwardBatch, plan: list[RowGroup], config: ModelConfig, dtype: torch.dtype) -> Work:
         element = dtype.itemsize
-        pairs = sum(visible_pairs(q, kv, self.window) for q, kv in zip(batch.q_lens, batch.kv_lens, strict=True))
-        read = sum(self.keys_read(q, kv) for q, kv in zip(batch.q_lens, batch.kv_lens, strict=True))
+        lengths = list(zip(batch.q_lens, batch.kv_lens, strict=True))
+        pairs = sum(visible_pairs(q, kv, self.view.size, self.view.sinks) for q, kv in lengths)
+        read = sum(self.view.count(q, kv) for q, kv in lengths)
         gathered = sum(g.slots.numel() for g in plan)
         queries = batch.num_tokens * config.q_size
         return Work(

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections import deque
 from typing import Iterable
 
+import numpy as np
+
 NULL_BLOCK = 0
 """Block 0 belongs to no request: padding rows write there, and nobody reads it."""
 
@@ -54,15 +56,29 @@ class BlockPool:
     def ref_count(self, block: int) -> int:
         return self._refs[block]
 
-    def allocate(self, n: int) -> list[int] | None:
-        """n fresh blocks, each with one reference; None, and nothing changed, when fewer are free."""
+    def allocate(self, n: int, side_by_side: bool = False) -> list[int] | None:
+        """n fresh blocks, each with one reference; None, and nothing changed, when fewer are free.
+
+        side_by_side: consecutive blocks, from the first gap that is wide enough; None also when no gap is.
+        """
         if n > len(self._free):
             return None
-        blocks = [self._free.popleft() for _ in range(n)]
+        blocks = self._take_gap(n) if side_by_side and n else [self._free.popleft() for _ in range(n)]
+        if blocks is None:
+            return None
         for block in blocks:
             self._refs[block] = 1
         self._total_refs += n
         return blocks
+
+    def _take_gap(self, n: int) -> list[int] | None:
+        free = np.sort(np.fromiter(self._free, dtype=np.int64))
+        starts = np.flatnonzero(free[n - 1 :] - free[: len(free) - n + 1] == n - 1)
+        if not len(starts):
+            return None
+        first = int(free[starts[0]])
+        self._free = deque(b for b in self._free if not first <= b < first + n)
+        return list(range(first, first + n))
 
     def acquire(self, blocks: Iterable[int]) -> None:
         """One more reference on blocks that are referenced or cached already."""
@@ -104,3 +120,5 @@ class BlockPool:
             raise RuntimeError(
                 f"{len(free)} free + {len(referenced)} referenced + {len(self._cached)} cached != {self.num_blocks} blocks"
             )
+        if self._total_refs != sum(self._refs):
+            raise RuntimeError(f"{sum(self._refs)} references on blocks, {self._total_refs} counted")

@@ -30,6 +30,21 @@ class KVStore(Protocol):
         ...
 
 
+def copy_slots(store: KVStore, num_layers: int, source: Tensor, target: Tensor) -> None:
+    """Copy slots to others in every layer, all read before any is written. source, target: [n] int64.
+
+    A store may have a ``copy(source, target)`` of its own; one that has none is read and written, which is exact where it keeps
+    what it was given.
+    """
+    copy = getattr(store, "copy", None)
+    if copy is not None:
+        copy(source, target)
+        return
+    for layer in range(num_layers):
+        k, v = store.read(layer, source[None])
+        store.write(layer, target, k[0], v[0])
+
+
 class PlainKVStore:
     """K and V in the model's own dtype, side by side: per layer [slots, 2, kv_heads, head_dim], so that one gather fetches both.
 
@@ -62,6 +77,10 @@ class PlainKVStore:
         rows = F.embedding(slots, self.layers[layer % len(self.layers)].flatten(1))
         kv = rows.unflatten(-1, self._kv_shape)
         return kv[:, :, 0], kv[:, :, 1]
+
+    def copy(self, source: Tensor, target: Tensor) -> None:
+        for kv in self.layers:
+            kv[target] = kv[source]
 
     def poison(self, slots: Tensor) -> None:
         for kv in self.layers:

@@ -3,31 +3,67 @@
 from __future__ import annotations
 
 import contextlib
-from typing import Iterable
+from typing import Callable, Iterable, Sequence
 
-from minillm.cache.block_pool import BlockPool
+from minillm.attention.window import Window
+from minillm.cache.block_pool import NULL_BLOCK, BlockPool
 from minillm.cache.prefix import PrefixCache
 from minillm.cache.snapshot import CacheSnapshot
 from minillm.cache.tiered import Found, TieredCache
-from minillm.engine.request import Request
+from minillm.engine.request import Request, Status
+
+DENSE = Window()
+Reservation = Callable[[Request], int]
+"""Tokens that a request is given room for when it is admitted."""
+
+
+def reservation(strips: str | None, max_model_len: int) -> Reservation | None:
+    """How long a request's strip is; None where it gets single blocks, as it grows."""
+    if strips == "reserve":
+        return lambda request: max_model_len
+    if strips == "exact":
+        return lambda request: request.prompt_len + request.max_tokens - 1  # the last token is sampled, never computed
+    return None
 
 
 class CacheManager:
-    """Allocation over one pool. ``request.blocks[i]`` holds positions i * block_size … (i + 1) * block_size - 1."""
+    """Allocation over one pool. ``request.blocks[i]`` holds positions i * block_size … (i + 1) * block_size - 1, or is the null
+    block where no later query sees them.
 
-    def __init__(self, pool: BlockPool, prefix: PrefixCache, block_size: int):
+    window: what a query sees. reserve: tokens that a request is given room for at its admission, side by side and for good; None
+    gives it blocks as it grows, and takes back those that the window has left behind.
+    """
+
+    def __init__(
+        self, pool: BlockPool, prefix: PrefixCache, block_size: int,
+        window: Window = DENSE, reserve: Reservation | None = None,
+    ):  # fmt: skip
         self.pool = pool
         self.prefix = prefix
         self.block_size = block_size
         self.tiers = prefix if isinstance(prefix, TieredCache) else None
+        self.window = window
+        self.reserve = reserve
+        self._copies: dict[int, int] = {}  # target: source, which stays referenced until the copy has run
 
     def blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
+
+    def most_slots(self, num_tokens: int, chunk: int) -> int:
+        """Slots that a request of so many tokens, up to ``chunk`` computed in a step, holds at most."""
+        if self.reserve is not None:
+            return num_tokens
+        return min(num_tokens, self.window.most_blocks(num_tokens, chunk, self.block_size) * self.block_size)
 
     @property
     def capacity(self) -> int:
         """Tokens that fit when one request has the whole pool."""
         return self.pool.num_blocks * self.block_size
+
+    @property
+    def copies(self) -> list[tuple[int, int]]:
+        """(source, target) blocks to copy before anything is computed in the next step."""
+        return [(source, target) for target, source in self._copies.items()]
 
     def match(self, request: Request) -> list[int]:
         """Cached blocks for a request without KV. One token is always left to compute: its logits are needed."""
@@ -35,19 +71,25 @@ class CacheManager:
         return blocks[: (request.num_tokens - 1) // self.block_size]
 
     def cached_tokens(self, request: Request) -> int:
-        """Tokens that match would spare a request without KV; asking changes nothing where the cache can peek."""
+        """Tokens that match or fork would spare a request without KV; asking changes nothing where the cache can peek."""
         ids = request.token_ids[: request.num_tokens - 1]
         peek = getattr(self.prefix, "peek", None)
         blocks = peek(ids) if peek else len(self.prefix.match(ids))
-        return min(blocks, len(ids) // self.block_size) * self.block_size
+        return max(min(blocks, len(ids) // self.block_size) * self.block_size, self.fork(request)[1])
 
     def admit(self, request: Request, n: int) -> tuple[int, int] | None:
-        """Give a request without KV its cached prefix, from the pool and from the tiers below, and slots for n tokens more.
+        """Give a request without KV what is computed of it, by a sibling or in the prefix cache and its tiers, and slots for
+        n tokens more.
 
         Returns the tokens of the prefix, whose KV is there, and those that have slots, n or what is left; None, with nothing
         changed, when the pool cannot give the slots. What cannot be loaded is left to compute.
         """
         matched = self.match(request)
+        shared, taken_over = self.fork(request)
+        if taken_over > len(matched) * self.block_size:
+            n = min(n, request.num_tokens - taken_over)
+            request.num_loaded_tokens = 0
+            return None if self.allocate(request, taken_over + n, shared, taken_over) is None else (taken_over, n)
         limit = (request.num_tokens - 1) // self.block_size
         while True:
             found = self.tiers.find(request.token_ids, len(matched), limit) if self.tiers else Found()
@@ -72,30 +114,88 @@ class CacheManager:
         finally:
             if loaded < len(found):
                 blocks, request.blocks = request.blocks, []
-                self.pool.release(blocks, keep=[b for b in blocks if self.prefix.holds(b)])
+                self.release(blocks)
         return loaded
 
-    def allocate(self, request: Request, num_tokens: int, matched: list[int] | None = None) -> list[int] | None:
-        """Let the request hold KV for num_tokens tokens; matched blocks come first in the table of a request that has none.
+    def fork(self, request: Request) -> tuple[list[int], int]:
+        """Blocks of a running sibling that has the prompt's KV, and how many tokens in them to take over; ([], 0) if none has it.
 
-        Returns the fresh blocks, or None with nothing changed when the pool cannot give them.
+        The last block may be a partial one: ``allocate`` replaces it by a copy, since it will be written to.
         """
-        matched = matched or []
-        need = self.blocks_for(num_tokens) - len(request.blocks) - len(matched)
-        if need <= 0:
-            fresh: list[int] | None = []
-        else:
-            self._make_room(need, protected=set(matched))
-            fresh = self.pool.allocate(need)
+        hit = min(request.prompt_len, request.num_tokens - 1)
+        out_of_sight = self.window.unseen_blocks(hit, self.block_size)
+        for other in request.family:
+            table = other.blocks[: self.blocks_for(hit)]
+            holes = (i for i, block in enumerate(table) if block == NULL_BLOCK)
+            running = other is not request and other.status is Status.RUNNING
+            if running and 0 < hit <= other.num_landed_tokens and all(i in out_of_sight for i in holes):
+                return table, hit
+        return [], 0
+
+    def awaits_prompt(self, request: Request, starting: Sequence[Request] = ()) -> bool:
+        """Whether a sibling computes the prompt, or is among those starting, so that waiting is cheaper than doing it twice."""
+        if len(request.family) < 2 or request.prompt_len < 2:
+            return False
+        computing = any(
+            other is not request and other.num_landed_tokens < other.prompt_len
+            and (other.status is Status.RUNNING or other in starting) for other in request.family
+        )  # fmt: skip
+        return computing and self.fork(request)[1] == 0
+
+    def allocate(
+        self, request: Request, num_tokens: int, matched: Sequence[int] = (), hit: int | None = None
+    ) -> list[int] | None:
+        """Let the request hold KV for num_tokens tokens; matched blocks come first in the table of a request that has none, and
+        hit tokens of them are computed (all, unless said).
+
+        Returns the fresh blocks, or None with nothing changed when the pool cannot give them. Copy on write: a block of several
+        holders that is about to be written to is replaced by a fresh one, and ``copies`` says so.
+        """
+        table = [*request.blocks, *matched]
+        start = len(matched) * self.block_size if hit is None else hit
+        first = (start if matched else request.num_computed_tokens) // self.block_size
+        others = 0 if matched else 1  # holders of a block that nobody but this request has
+        written = range(first, min(self.blocks_for(num_tokens), len(table)))
+        shared = [i for i in written if self.pool.ref_count(table[i]) > others]
+        total = self.blocks_for(num_tokens if self.reserve is None else max(num_tokens, self.reserve(request)))
+        need = len(shared) + max(0, total - len(table))
+        self._make_room(need, protected=set(matched))
+        fresh = self.pool.allocate(need, side_by_side=self.reserve is not None)
         if fresh is None:
             return None
-        self.pool.acquire(matched)
-        request.blocks.extend(matched + fresh)
+        self.pool.acquire(b for b in matched if b != NULL_BLOCK)
+        for i, target in zip(shared, fresh, strict=False):
+            self._copy(table[i], target)
+            table[i] = target
+        request.blocks[:] = table + fresh[len(shared) :]
         return fresh
+
+    def _copy(self, block: int, target: int) -> None:
+        """The holder of a shared block gets a copy in its place. What is itself still to be copied has its content elsewhere."""
+        self._copies[target] = source = self._copies.get(block, block)
+        self.pool.acquire([source])
+        self.release([block])
+
+    def copies_launched(self) -> None:
+        """The copies are on their way, with a step that hands them back in the end, done or not."""
+        self._copies = {}
+
+    def copies_done(self, copies: Sequence[tuple[int, int]]) -> None:
+        self.release(source for source, _ in copies)
+
+    def copies_failed(self, copies: Sequence[tuple[int, int]]) -> None:
+        """Nobody knows which of them have run: they are to run again. Those of the youngest step first."""
+        for source, target in copies:
+            for other, its_source in self._copies.items():
+                if its_source == target:  # which has not got its content
+                    self._copies[other] = source
+                    self.pool.acquire([source])
+                    self.release([target])
+            self._copies[target] = source
 
     def _make_room(self, need: int, protected: set[int]) -> None:
         missing = need - self.pool.num_free
-        cached = self.pool.num_cached - sum(self.pool.ref_count(b) == 0 for b in protected)
+        cached = self.pool.num_cached - sum(b != NULL_BLOCK and self.pool.ref_count(b) == 0 for b in protected)
         if 0 < missing <= cached:
             self.pool.uncache(self.prefix.evict(missing, lambda b: self.pool.ref_count(b) == 0 and b not in protected))
 
@@ -105,7 +205,7 @@ class CacheManager:
         Where the cache keeps another copy of a block, the request moves to that one and gives its own up: what a request holds
         is then held from the beginning of the prefix on. Returns what it gave up, for ``release`` once no step reads it.
         """
-        full = min(request.num_computed_tokens, request.prompt_len) // self.block_size
+        full = self._full_blocks(request, min(request.num_computed_tokens, request.prompt_len))
         if request.prompt_offered or not full:
             return []
         request.prompt_offered = True
@@ -120,14 +220,6 @@ class CacheManager:
                 spare.append(mine)
         return spare
 
-    def release(self, blocks: list[int]) -> None:
-        """Drop one reference on blocks that are in nobody's table any more."""
-        keep: list[int] = []
-        try:
-            keep = [b for b in blocks if self.prefix.holds(b)]
-        finally:
-            self.pool.release(blocks, keep=keep)
-
     def snapshot(self, requests: Iterable[Request] = ()) -> CacheSnapshot:
         """Who holds which block now. requests: those whose tables are wanted."""
         pool, tree = self.pool, getattr(self.prefix, "tree", None)
@@ -140,16 +232,51 @@ class CacheManager:
             free=pool.free_blocks, cached=pool.cached_blocks,
             tree=tree(lambda b: pool.ref_count(b) > 0) if tree else None,
         )  # fmt: skip
+    def free_unseen(self, request: Request) -> None:
+        """Take back the blocks that no later query of the request sees; its table then has the null block there."""
+        if self.window.size is None or self.reserve is not None or not request.blocks:
+            return
+        unseen = []
+        # a draft that a step computed may be refused yet: the next query stands behind the tokens known before that step
+        query = min(request.num_landed_tokens, len(request.token_ids))
+        if query == request.prompt_len and len(request.family) > 1:
+            query -= 1  # where its siblings start, which may take the prompt over before the next step
+        for i in reversed(self.window.unseen_blocks(query, self.block_size)):
+            if request.blocks[i] == NULL_BLOCK:
+                break
+            unseen.append(request.blocks[i])
+            request.blocks[i] = NULL_BLOCK
+        self.release(reversed(unseen))
 
     def free(self, request: Request) -> None:
-        """Take all blocks back. Full blocks of computed tokens are offered to the prefix cache first."""
+        """Take all blocks back. Full blocks of computed tokens are offered to the prefix cache first, up to one that is gone."""
+        full = self._full_blocks(request, request.num_computed_tokens)
         blocks, request.blocks = request.blocks, []
         request.prompt_offered = False
-        keep: list[int] = []
         try:
-            full = request.num_computed_tokens // self.block_size
             if full:
                 self.prefix.insert(request.token_ids[: full * self.block_size], blocks[:full])
+        finally:
+            self.release(b for b in blocks if b != NULL_BLOCK)
+
+    def _full_blocks(self, request: Request, num_tokens: int) -> int:
+        """Blocks from the beginning that are full with these tokens, up to the first that the window has left behind."""
+        full = num_tokens // self.block_size
+        return request.blocks.index(NULL_BLOCK, 0, full) if NULL_BLOCK in request.blocks[:full] else full
+
+    def release(self, blocks: Iterable[int]) -> None:
+        """Drop a reference on blocks that have left a table. What nobody holds is cached or free, and copied to no more."""
+        blocks, keep = list(blocks), []
+        try:
             keep = [b for b in blocks if self.prefix.holds(b)]
         finally:  # a prefix cache that raises costs its prefix, not the blocks
-            self.pool.release(blocks, keep=keep)
+            freed = self.pool.release(blocks, keep)
+            sources = [self._copies.pop(b) for b in freed if b in self._copies]
+            if sources:
+                self.release(sources)
+
+    def tokens_without_slots(self, requests: Iterable[Request]) -> int:
+        """Computed tokens of these requests without a slot of their own: another request has it, or the window left it behind."""
+        gone = sum(r.blocks.count(NULL_BLOCK) for r in requests) if self.window.size is not None else 0
+        # what is shared is full: a partial block is replaced before it is written to. Sources of copies wait for their copy.
+        return (gone + self.pool.num_shared - len(self._copies)) * self.block_size

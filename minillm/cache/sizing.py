@@ -23,24 +23,30 @@ class PoolSize:
 
 
 def pool_size(options: EngineConfig, bytes_per_token: int, max_model_len: int, device: torch.device) -> PoolSize:
-    """Blocks of the pool. The contiguous baseline is one block of max_model_len tokens per request: a reserved strip."""
-    contiguous = options.kv_cache == "contiguous"
-    block_size = max_model_len if contiguous else options.block_size
+    """Blocks of the pool; ValueError where they cannot hold what one request is given at once."""
+    size = _pool_size(options, bytes_per_token, max_model_len, device)
+    reserve = options.strips == "reserve"
+    tokens = max_model_len if reserve else options.block_size
+    if size.num_blocks * size.block_size < tokens:
+        what = f"a reserved strip of {tokens} tokens" if reserve else f"one block of {tokens} tokens"
+        raise ValueError(
+            f"{size.reason} is {size.num_blocks} blocks of {size.block_size} tokens and less than {what}, "
+            f"{tokens * bytes_per_token} bytes"
+        )
+    return size
+
+
+def _pool_size(options: EngineConfig, bytes_per_token: int, max_model_len: int, device: torch.device) -> PoolSize:
+    block_size = options.block_size
     block_bytes = block_size * bytes_per_token
     if options.num_blocks is not None:
-        tokens = options.num_blocks * options.block_size
-        num_blocks = max(1, tokens // block_size) if contiguous else options.num_blocks
-        return PoolSize(block_size, num_blocks, f"num_blocks={options.num_blocks}")
-    wanted = options.max_num_seqs * -(-max_model_len // block_size)
+        return PoolSize(block_size, options.num_blocks, f"num_blocks={options.num_blocks}")
+    strip = -(-max_model_len // block_size)
+    wanted = options.max_num_seqs * strip
     if options.kv_memory is not None:
-        num_blocks = min(options.kv_memory // block_bytes, wanted)
-        if num_blocks < 1:
-            raise ValueError(
-                f"kv_memory of {options.kv_memory} bytes is less than one block of {block_size} tokens, {block_bytes} bytes"
-            )
-        return PoolSize(block_size, num_blocks, f"kv_memory={options.kv_memory}")
+        return PoolSize(block_size, min(options.kv_memory // block_bytes, wanted), f"kv_memory={options.kv_memory}")
     spare = int(available_memory(device) * DEFAULT_SHARE)
-    num_blocks = max(1, min(wanted, spare // block_bytes))
+    num_blocks = max(strip if options.strips == "reserve" else 1, min(wanted, spare // block_bytes))
     if num_blocks == wanted:
         return PoolSize(block_size, num_blocks, f"room for {options.max_num_seqs} requests of {max_model_len} tokens")
     return PoolSize(

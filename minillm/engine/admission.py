@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from dataclasses import dataclass
-from typing import Iterable, Mapping, Protocol, Sequence
+from typing import Callable, Iterable, Mapping, Protocol, Sequence
 
 from minillm.sampling_params import SamplingParams
 
@@ -19,13 +19,14 @@ class TokenizerLike(Protocol):
 @dataclass(frozen=True)
 class Admission:
     """The limits of one engine. pool_tokens: KV slots of the whole pool. recompute_limit: tokens of a step where every step
-    computes whole sequences, None where KV is kept."""
+    computes whole sequences, None where KV is kept. slots_held: slots that a request of so many tokens holds at most."""
 
     tokenizer: TokenizerLike | None
     vocab_size: int
     max_model_len: int
     pool_tokens: int
     recompute_limit: int | None
+    slots_held: Callable[[int], int] = lambda tokens: tokens
 
     def encode(self, prompt: str | Sequence[int]) -> list[int]:
         """Token ids of a prompt. ValueError for an empty one, for text without a tokenizer, for ids outside the vocabulary."""
@@ -73,9 +74,10 @@ class Admission:
             raise ValueError(f"stop strings {params.stop_strings} need a tokenizer; this model has none")
         # the last token is sampled, never computed: it needs no slot
         most = min(len(ids) + params.max_tokens, self.max_model_len) - 1
-        if most > self.pool_tokens:
+        held = self.slots_held(most)
+        if held > self.pool_tokens:
             raise ValueError(
-                f"prompt of {len(ids)} tokens with max_tokens={params.max_tokens} needs {most} KV slots, "
+                f"prompt of {len(ids)} tokens with max_tokens={params.max_tokens} needs {held} KV slots, "
                 f"the whole pool has {self.pool_tokens}"
             )
         if self.recompute_limit is not None and most > self.recompute_limit:

@@ -112,5 +112,9 @@ def to_device(array: np.ndarray, device: torch.device | str) -> Tensor:
 
 def slots_of(blocks: Sequence[int], block_size: int, start: int, stop: int) -> np.ndarray:
     """Slots of positions start … stop - 1 in a block table, int64."""
-    positions = np.arange(start, stop, dtype=np.int64)
+    return slots_at(blocks, block_size, np.arange(start, stop, dtype=np.int64))
+
+
+def slots_at(blocks: Sequence[int], block_size: int, positions: np.ndarray) -> np.ndarray:
+    """Slots of these positions [n] in a block table, int64."""
     return np.asarray(blocks, dtype=np.int64)[positions // block_size] * block_size + positions % block_size

@@ -13,10 +13,12 @@ from typing import Sequence
 
 import numpy as np
 
+from minillm.attention.choice import make_backend
 from minillm.attention.torch_backend import TorchAttention, precision_name
+from minillm.attention.window import Window
 from minillm.cache.block_pool import BlockPool
 from minillm.cache.kv_store import KVStore, PlainKVStore
-from minillm.cache.manager import CacheManager
+from minillm.cache.manager import CacheManager, reservation
 from minillm.cache.prefix import HashPrefixCache, NoPrefixCache, PrefixCache
 from minillm.cache.quantised_kv import QuantisedKVStore, bytes_per_element
 from minillm.cache.radix import RadixPrefixCache
@@ -72,11 +74,8 @@ class Engine:
         keep_kv = options.kv_cache != "none"
         if not keep_kv and options.prefix_cache != "none":
             raise ValueError("kv_cache='none' keeps no KV that a prefix cache could serve; leave prefix_cache='none'")
-        if options.kv_cache == "contiguous" and options.prefix_cache != "none":
-            raise ValueError("kv_cache='contiguous' has one strip a request, which no other can share; leave prefix_cache='none'")
-        backend = (
-            TorchAttention(config.sliding_window) if isinstance(options.attention_backend, str) else options.attention_backend
-        )
+        backend = make_backend(options, config.sliding_window)
+        view = getattr(backend, "view", Window())  # a backend that says nothing may read every key
 
         element = bytes_per_element(options.kv_dtype, model.dtype, config.head_dim)
         token_bytes = round(2 * config.kv_size * element * (config.num_layers if keep_kv else 1))
@@ -84,10 +83,14 @@ class Engine:
         block_size, num_blocks = self.pool_size.block_size, self.pool_size.num_blocks
         self.store = self._make_store((num_blocks + 1) * block_size, shared=not keep_kv)
         prefix = with_tiers(self._make_prefix(block_size), options, model, self.store, backend, block_size)
-        self.cache = CacheManager(BlockPool(num_blocks), prefix, block_size)
+        reserve = reservation(options.strips, self.max_model_len)
+        self.cache = CacheManager(BlockPool(num_blocks), prefix, block_size, view, reserve)
         self.scheduler = Scheduler.from_options(options, self.cache)
-        recompute_limit = None if keep_kv else options.max_num_batched_tokens
-        self.admission = Admission(tokenizer, config.vocab_size, self.max_model_len, self.cache.capacity, recompute_limit)
+        budget = options.max_num_batched_tokens
+        slots_held = partial(self.cache.most_slots, chunk=budget * (1 + options.overlap))  # a step in flight, and the next one
+        self.admission = Admission(
+            tokenizer, config.vocab_size, self.max_model_len, self.cache.capacity, None if keep_kv else budget, slots_held
+        )
         compiled = self._compile(backend) if options.compile else None
         graphs = DecodeGraphs.of(options, self.max_model_len, model, self.store, backend, compiled)
         self.speculation = make_speculation(options, model, self.store.num_slots, block_size)
@@ -175,14 +178,19 @@ class Engine:
         return request_id in self._live or any(o.request_id == request_id for o in self._held)
 
     def add_request(
-        self, prompt: str | Sequence[int], params: SamplingParams | None = None, request_id: str | None = None
-    ) -> str:
-        """Queue one request and return its id. A prompt or id that cannot be served is a ValueError that changes nothing."""
+        self, prompt: str | Sequence[int], params: SamplingParams | None = None, request_id: str | None = None,
+        sibling: str | None = None,
+    ) -> str:  # fmt: skip
+        """Queue one request and return its id. A prompt or id that cannot be served is a ValueError that changes nothing.
+
+        sibling: id of a request that has not ended and has the same prompt: both are samples of it and share its blocks.
+        """
         params = SamplingParams() if params is None else params
         ids = self.encode(prompt)
         self.admission.check(ids, params)
         if params.n != 1:
             raise ValueError(f"a request is one sample, got n={params.n}; LLM.generate turns n samples into n requests")
+        family = self._family(sibling, ids)
         if request_id is None:
             request_id = next(name for i in self._names if not self.knows(name := f"request-{i}"))
         elif not isinstance(request_id, str) or not request_id:
@@ -195,9 +203,22 @@ class Engine:
         seed = int(self._seeds.integers(MAX_SEED)) if params.seed is None else params.seed
         room = self.max_model_len - len(ids)
         request = Request(request_id, len(ids), ids, params, seed, frozenset(stop_ids), max_tokens=min(params.max_tokens, room))
+        if self.scheduler.shares_prompts:
+            request.family = family
+            family.append(request)
         self._live[request_id] = Live(request, Detokenizer(self.tokenizer, params.stop_strings))
         self.scheduler.add(request)
         return request_id
+
+    def _family(self, sibling: str | None, ids: Sequence[int]) -> list[Request]:
+        if sibling is None:
+            return []
+        if sibling not in self._live:
+            raise ValueError(f"sibling {sibling!r} is no request that has not ended")
+        other = self._live[sibling].request
+        if other.token_ids[: other.prompt_len] != ids:
+            raise ValueError(f"sibling {sibling!r} has another prompt, of {other.prompt_len} tokens; this one has {len(ids)}")
+        return other.family
 
     def encode(self, prompt: str | Sequence[int]) -> list[int]:
         """Token ids of a prompt; see Admission.encode."""
@@ -403,6 +424,5 @@ class Engine:
     def _kv_bytes(self, computing: int = 0) -> tuple[int, int]:
         """Bytes of KV allocated and live, now or while a step computes that many tokens."""
         allocated = self.cache.pool.num_referenced * self.cache.block_size
-        shared = self.cache.pool.num_shared * self.cache.block_size
-        live = self.scheduler.num_live_tokens + computing - shared
+        live = self.scheduler.num_live_tokens + computing - self.cache.tokens_without_slots(self.scheduler.running)
         return allocated * self.store.bytes_per_token, live * self.store.bytes_per_token

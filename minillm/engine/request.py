@@ -50,8 +50,9 @@ class Request:
     token_ids: prompt, then every sampled token. num_computed_tokens: how many of them have their KV in ``blocks``.
     A step lets the second number catch up with the first; whoever takes KV away (preemption, a cache that keeps nothing) lowers
     it. Both run ahead of the model while steps are in flight (launched, results not seen yet): num_in_flight counts those steps,
-    num_pending the tokens they will append. What a step in flight reads is not released before it has landed.
-    prompt_offered: whether the prefix cache has been offered the blocks of the prompt that it holds now.
+    num_tokens_in_flight what they compute, num_pending the tokens they will append. What a step in flight reads is not released
+    before it has landed. prompt_offered: whether the prefix cache has been offered the blocks of the prompt that it holds now.
+    family: requests of the same prompt that may share its blocks, this one among them; empty where there are none.
     """
 
     request_id: str
@@ -71,8 +72,15 @@ class Request:
     logprobs: list[dict[int, float]] = field(default_factory=list)
     num_preemptions: int = 0
     num_in_flight: int = 0
+    num_tokens_in_flight: int = 0
     num_pending: int = 0
     drafts: DraftStats = DraftStats()
+    family: list["Request"] = field(default_factory=list, repr=False)
+
+    @property
+    def num_landed_tokens(self) -> int:
+        """Computed tokens whose KV is there already."""
+        return self.num_computed_tokens - self.num_tokens_in_flight
 
     @property
     def num_tokens(self) -> int:

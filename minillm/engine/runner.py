@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from minillm.attention.backend import AttentionBackend
-from minillm.cache.kv_store import KVStore
+from minillm.cache.kv_store import KVStore, copy_slots
 from minillm.cache.quantised_kv import QuantisedKVStore
 from minillm.engine.batch import ForwardBatch, Row, to_device
 from minillm.engine.compiled import CompiledDecode
@@ -70,7 +70,7 @@ class Seat:
 class Step:
     """All that a step needs but the tokens of the step before it. path: who computes it. padding: rows that the path added.
 
-    unknown: where in batch.token_ids tokens of the step before belong, and whose.
+    unknown: where in batch.token_ids tokens of the step before belong, and whose. copies: blocks to copy first.
     """
 
     path: ForwardPath
@@ -80,6 +80,7 @@ class Step:
     padding: int
     seats: list[Seat]
     unknown: list[tuple[int, Request]]
+    copies: Sequence[tuple[int, int]] = ()
 
 
 @dataclass(frozen=True)
@@ -126,11 +127,14 @@ class ModelRunner:
         ]
         ends = accumulate(s.num_tokens for s in output.scheduled)
         unknown = [(end - 1, s.request) for s, end in zip(output.scheduled, ends) if s.catches_up and s.request.num_pending]
-        return Step(path, full, plan, self._work(path, full, plan), full.num_rows - batch.num_rows, seats, unknown)
+        work = self._copy_work(len(output.copies)) + self._work(path, full, plan)
+        return Step(path, full, plan, work, full.num_rows - batch.num_rows, seats, unknown, output.copies)
 
     @torch.inference_mode()
     def run(self, step: Step, before: StepResult | None = None) -> StepResult:
         """Compute and sample. before: what the step before this one gave, if that was in flight when this one was prepared."""
+        if step.copies:
+            self._copy(step.copies)
         if step.unknown:
             assert before is not None
             at, owners = zip(*step.unknown)
@@ -148,6 +152,17 @@ class ModelRunner:
             firsts = accumulate((1 + len(seat.draft) for seat in step.seats), initial=0)
             states = states[[first + len(got) - 1 for first, got in zip(firsts, tokens)]]
         return StepResult({seat.request: got for seat, got in zip(step.seats, tokens, strict=True)}, states)
+
+    def _copy(self, blocks: Sequence[tuple[int, int]]) -> None:
+        """Copy whole blocks, (source, target) each, in every layer."""
+        slots = (np.array(blocks)[:, :, None] * self.block_size + np.arange(self.block_size)).swapaxes(0, 1).reshape(2, -1)
+        copy_slots(self.store, self.model.config.num_layers, *to_device(slots, self.model.device))
+
+    def _copy_work(self, num_blocks: int) -> Work:
+        moved = num_blocks * self.block_size * self.store.bytes_per_token
+        # a gather reads the blocks and writes them beside, a scatter reads that and writes them where they belong
+        launches = 2 * self.model.config.num_layers if num_blocks else 0
+        return Work(kv_read_bytes=moved, kv_write_bytes=moved, activation_bytes=2 * moved, launches=launches)
 
     def forward(self, batch: ForwardBatch) -> tuple[Tensor, Work]:
         """Logits [samples, vocab] of the tokens that batch.logit_indices names, and the work of computing them."""

@@ -35,11 +35,13 @@ class Scheduled:
 
 @dataclass(frozen=True)
 class SchedulerOutput:
-    """One step. padded_tokens and padded_rows belong to no request: a padded batch computes them for nobody."""
+    """One step. copies: (source, target) blocks to copy before the model runs. padded_tokens and padded_rows belong to no
+    request: a padded batch computes them for nobody."""
 
     scheduled: list[Scheduled]
     admitted: list[Request] = field(default_factory=list)
     preempted: list[Request] = field(default_factory=list)
+    copies: list[tuple[int, int]] = field(default_factory=list)
     padded_tokens: int = 0
     padded_rows: int = 0
 
@@ -70,6 +72,8 @@ class Scheduler:
         self.observers: list[Callable[[SchedulerOutput], None]] = []  # called with every step that was chosen, before it runs
         self._batch_size = 0
         self.num_preemptions = 0
+        # samples of one prompt wait for the first of them to compute it; a padded batch starts as one, with nothing computed
+        self.shares_prompts = keep_kv and cache.reserve is None and not getattr(self.policy, "padded", False)
 
     @classmethod
     def from_options(cls, options: EngineConfig, cache: CacheManager) -> "Scheduler":
@@ -108,7 +112,7 @@ class Scheduler:
         if len(admitted) == len(self.running):
             self._batch_size = len(admitted)
         tokens, rows = self._padding(scheduled)
-        output = SchedulerOutput(scheduled, [s.request for s in admitted], preempted, tokens, rows)
+        output = SchedulerOutput(scheduled, [s.request for s in admitted], preempted, self.cache.copies, tokens, rows)
         for observe in self.observers if scheduled else ():
             observe(output)
         return output
@@ -120,6 +124,8 @@ class Scheduler:
 
         def waiting() -> Iterator[int]:
             for request in candidates:
+                if self.cache.awaits_prompt(request, seen):
+                    continue
                 seen.append(request)
                 left.append(request.num_tokens - self.cache.cached_tokens(request))
                 yield left[-1]
@@ -201,7 +207,8 @@ class Scheduler:
         return admitted
 
     def _start(self, request: Request, n: int) -> int:
-        """Give a waiting request its cached prefix and slots for n tokens more; 0, and nothing changed, if that cannot be."""
+        """Give a waiting request what is computed of it already and slots for n tokens more; 0, and nothing changed, if that
+        cannot be."""
         admitted = self.cache.admit(request, n)
         if admitted is None:
             return 0
@@ -224,20 +231,28 @@ class Scheduler:
 
     def launched(self, output: SchedulerOutput) -> None:
         """The step is on its way: the next one may be planned on its tokens, computed or sampled."""
+        self.cache.copies_launched()
         self.num_live_tokens += output.num_tokens
         for s in output.scheduled:
             request = s.request
             request.num_computed_tokens += s.num_tokens
+            request.num_tokens_in_flight += s.num_tokens
             request.num_pending += s.catches_up
             request.num_in_flight += 1
 
     def update(self, output: SchedulerOutput) -> None:
         """The step has run: its tokens are computed. Sampled tokens are appended by the engine afterwards."""
-        self._land(output)
+        try:
+            self._land(output)
+        finally:
+            self.cache.copies_done(output.copies)
         if not self.keep_kv:
             for s in output.scheduled:
                 self.cache.free(s.request)
                 self._set_computed(s.request, 0)
+        elif self.cache.window.size is not None:
+            for s in output.scheduled:
+                self.cache.free_unseen(s.request)
 
     def refuse(self, request: Request, n: int) -> None:
         """The last n tokens that a step computed for this request were drafts that are not its own."""
@@ -250,12 +265,14 @@ class Scheduler:
                 self._set_computed(s.request, s.start)
             else:
                 s.request.num_computed_tokens = s.start
+        self.cache.copies_failed(output.copies)
         self._land(output)
 
     def _land(self, output: SchedulerOutput) -> None:
         faults = []
         for s in output.scheduled:
             request = s.request
+            request.num_tokens_in_flight -= s.num_tokens
             request.num_pending -= s.catches_up
             request.num_in_flight -= 1
             if request.status is Status.FINISHED and not request.num_in_flight:  # it ended while the step was in flight

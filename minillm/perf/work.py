@@ -55,12 +55,17 @@ class Work:
         )
 
 
-def visible_pairs(q_len: int, kv_len: int, window: int | None = None) -> int:
+def visible_pairs(q_len: int, kv_len: int, window: int | None = None, sinks: int = 0) -> int:
     """Query-key pairs that a causal mask admits when the last q_len of kv_len tokens are computed: each query sees itself and
-    everything before it, with a sliding window the last ``window`` keys only."""
+    everything before it, with a sliding window the last ``window`` keys and the first ``sinks`` only."""
 
-    def up_to(n: int) -> int:
-        full = n if window is None else min(n, window)  # queries that see every key so far
-        return full * (full + 1) // 2 + (n - full) * (window or 0)
+    def up_to(n: int, limit: int) -> int:
+        """1 + 2 + … + n, no summand above the limit."""
+        full = min(max(n, 0), limit)
+        return full * (full + 1) // 2 + max(n - full, 0) * limit
 
-    return up_to(kv_len) - up_to(kv_len - q_len)
+    def seen(n: int) -> int:
+        """Pairs of the first n queries: what the window shows, and the sinks that have left it."""
+        return up_to(n, n) if window is None else up_to(n, window) + up_to(n - window, sinks)
+
+    return seen(kv_len) - seen(kv_len - q_len)

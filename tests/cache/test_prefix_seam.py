@@ -192,9 +192,9 @@ def test_output_equals_cold_under_any_history_of_requests(kind, model, turns, bl
     needed = max(slots_needed(p, SamplingParams(max_tokens=n)) for turn in turns for p, n in turn)
     options = EngineConfig(
         prefix_cache=prefix_of_kind(kind, block_size), block_size=block_size, num_blocks=-(-needed // block_size) + slack,
-        max_num_batched_tokens=budget, max_num_seqs=seqs, **policy,
+        max_num_batched_tokens=budget, max_num_seqs=seqs, attention_window=model[1], attention_sinks=model[2], **policy,
     )  # fmt: skip
-    engine = Engine(tiny_model(*model), None, options)
+    engine = Engine(tiny_model(model[0]), None, options)
     poison_freed_blocks(engine)
     evicted = count_evictions(engine)
     for turn in turns:

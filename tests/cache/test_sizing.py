@@ -28,7 +28,7 @@ def test_kv_memory_is_never_exceeded_and_never_more_than_can_be_used():
 
 
 def test_memory_for_less_than_one_block_is_refused_with_both_numbers():
-    with pytest.raises(ValueError, match=r"399 bytes .* 400 bytes"):
+    with pytest.raises(ValueError, match=r"kv_memory=399 is 0 blocks .* one block of 4 tokens, 400 bytes"):
         size(kv_memory=399, block_size=4)
 
 
@@ -46,11 +46,16 @@ def test_the_default_takes_a_stated_share_of_what_is_free(monkeypatch):
     assert size().num_blocks == 1, "a machine without memory still gets a block"
 
 
-def test_contiguous_blocks_are_strips_of_the_longest_request():
-    chosen = size(kv_cache="contiguous", num_blocks=33, block_size=4)
-    assert (chosen.block_size, chosen.num_blocks) == (64, 2)
-    assert size(kv_cache="contiguous", num_blocks=1, block_size=4).num_blocks == 1
-    assert size(kv_cache="contiguous", kv_memory=20_000).num_blocks == 3
+@pytest.mark.parametrize("strips", [{"kv_cache": "contiguous"}, {"allocation": "reserve"}])
+def test_a_pool_without_room_for_one_reserved_strip_is_refused(strips, monkeypatch):
+    assert size(**strips, num_blocks=16, block_size=4).num_blocks == 16
+    with pytest.raises(ValueError, match=r"num_blocks=15 is 15 blocks of 4 tokens .* strip of 64 tokens, 6400 bytes"):
+        size(**strips, num_blocks=15, block_size=4)
+    with pytest.raises(ValueError, match=r"kv_memory=6000 is 3 blocks of 16 tokens .* 6400 bytes"):
+        size(**strips, kv_memory=6000)
+    monkeypatch.setattr(sizing, "available_memory", lambda device: 10)
+    assert size(**strips, block_size=10).num_blocks == 7, "a machine without memory still gets a strip"
+    assert size(kv_cache="contiguous", allocation="exact", num_blocks=1).num_blocks == 1, "an exact strip may be short"
 
 
 def test_num_blocks_and_kv_memory_together_are_refused():

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from minillm import EngineConfig, SamplingParams
 from minillm.engine.engine import Engine
 
-from ..reference import ending
+from ..reference import Reference, ending
 from ..strategies import (
     EOS,
     GROUPS,
@@ -44,9 +44,15 @@ def expected(model, prompt, params):
 @given(st.data(), models, workloads(greedy_params()))
 def test_greedy_tokens_equal_the_reference_under_any_options_and_every_request_ends(data, model, work):
     options = data.draw(engine_options(max(slots_needed(p, s) for p, s in work)))
-    engine = Engine(tiny_model(*model), None, EngineConfig(**options))
+    group, window, sinks = model
+    given = {"attention_window": window, "attention_sinks": sinks}  # the window is the model's, the engine's or both
+    engine = Engine(tiny_model(group, data.draw(st.sampled_from([window, None]))), None, EngineConfig(**options, **given))
     poison_freed_blocks(engine)
-    names = [engine.add_request(prompt, params) for prompt, params in work]
+    work = [sample for sample in work for _ in range(data.draw(st.sampled_from([1, 1, 2, 4])))]
+    names: list[str] = []
+    for i, (prompt, params) in enumerate(work):
+        same = i > 0 and prompt == work[i - 1][0]
+        names.append(engine.add_request(prompt, params, sibling=names[-1] if same else None))
     requests = list(engine.scheduler.waiting)
     with watched(engine.model) as batches:
         done = run_to_end(engine)
@@ -56,6 +62,7 @@ def test_greedy_tokens_equal_the_reference_under_any_options_and_every_request_e
     for name, (prompt, params) in zip(names, work, strict=True):
         assert (done[name].token_ids, done[name].finish_reason) == expected(model, prompt, params)
     event("somebody was preempted" if any(r.num_preemptions for r in requests) else "nobody was preempted")
+    event("a prompt was shared" if engine.meter.prefix_tokens else "no prompt was shared")
     engine.cache.pool.check()
     assert engine.cache.pool.num_referenced == 0
 
@@ -106,13 +113,7 @@ def test_a_window_of_4_sees_exactly_4_keys():
 
 
 def _with_window(model, window):
-    from dataclasses import replace
-
-    from ..reference import Reference
-
-    other = Reference(model)
-    other.config = replace(model.config, sliding_window=window)
-    return other
+    return Reference(model, window)
 
 
 def test_bfloat16_and_float32_logits_are_close_to_float64():

@@ -48,9 +48,10 @@ some_params = st.builds(
 def test_outputs_are_those_of_one_step_at_a_time(data, model, work):
     """Tokens, text, reasons and log-probabilities; a step at a time has wasted nothing."""
     options = data.draw(engine_options(max(slots_needed(p, s) for p, s in work)).filter(lambda o: o["kv_cache"] != "none"))
+    view = {"attention_window": model[1], "attention_sinks": model[2]}
     done, wasted = [], []
     for overlap in (False, True):
-        engine = Engine(tiny_model(*model), TOKENIZER, EngineConfig(**(options | {"overlap": overlap})))
+        engine = Engine(tiny_model(model[0]), TOKENIZER, EngineConfig(**(options | view | {"overlap": overlap})))
         poison_freed_blocks(engine)
         names = [engine.add_request(prompt, params) for prompt, params in work]
         outputs = run_to_end(engine)

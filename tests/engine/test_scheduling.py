@@ -212,7 +212,7 @@ def test_contiguous_reserves_a_strip_of_max_model_len_per_request():
     for t in (4, 5, 6):
         ask(engine, [t], 2)
     engine.step()
-    assert len(engine.scheduler.running) == 2 == engine.cache.pool.num_referenced, "40 slots are two strips of 20"
+    assert [r.blocks for r in engine.scheduler.running] == [[1, 2, 3, 4, 5], [6, 7, 8, 9, 10]], "40 slots are two strips of 20"
     assert engine.meter.kv_allocated_bytes == 2 * 20 * engine.store.bytes_per_token
 
 

@@ -30,7 +30,7 @@ seeded_params = st.builds(
 
 def alone(model, prompt, params):
     """The tokens of a request that has a roomy engine to itself."""
-    engine = tiny_engine(*model)
+    engine = tiny_engine(model[0], attention_window=model[1], attention_sinks=model[2])
     engine.add_request(prompt, params)
     (out,) = run_to_end(engine).values()
     return out.token_ids, out.finish_reason
@@ -40,7 +40,8 @@ def alone(model, prompt, params):
 @given(st.data(), models, workloads(seeded_params, max_requests=7))
 def test_seeded_tokens_do_not_depend_on_batch_order_chunks_cache_or_preemption(data, model, work):
     options = data.draw(engine_options(max(slots_needed(p, s) for p, s in work)))
-    engine = Engine(tiny_model(*model), None, EngineConfig(seed=data.draw(st.integers(0, 5)), **options))
+    view = {"attention_window": model[1], "attention_sinks": model[2]}
+    engine = Engine(tiny_model(model[0]), None, EngineConfig(seed=data.draw(st.integers(0, 5)), **options, **view))
     poison_freed_blocks(engine)
     order = data.draw(st.permutations(range(len(work))))
     names = {i: engine.add_request(*work[i]) for i in order}
@@ -80,7 +81,7 @@ def test_the_same_tokens_alone_and_in_a_shuffled_batch_of_7(options, with_seeds)
     engine = tiny_engine(**options)
     mine = [engine.add_request(*w) for w in work][work.index((PROMPT, PARAMS))]
     requests = list(engine.scheduler.waiting)
-    assert run_to_end(engine)[mine].token_ids == alone((3, None), PROMPT, PARAMS)[0]
+    assert run_to_end(engine)[mine].token_ids == alone((3, None, 0), PROMPT, PARAMS)[0]
     if options.get("num_blocks"):
         assert sum(r.num_preemptions for r in requests) > 0, "this pool was meant to be too small"
 

@@ -18,12 +18,11 @@ from ..cache.dict_prefix import DictPrefixCache
 from ..reference import ending
 from ..strategies import (
     EOS,
-    GROUPS,
     VOCAB,
-    WINDOWS,
     FakeTokenizer,
     WatchedAttention,
     engine_options,
+    models,
     poison_freed_blocks,
     reference,
     slots_needed,
@@ -70,21 +69,18 @@ class Sent:
 
 class EngineMachine(RuleBasedStateMachine):
     @initialize(
-        group=st.sampled_from(GROUPS), window=st.sampled_from(WINDOWS), options=engine_options(needed=18), own=st.booleans(),
-        tiers=tier_options,
-    )  # fmt: skip
-    def build(self, group, window, options, own, tiers):
-        self.model = (group, window)
+        model=models, options=engine_options(needed=18, max_model_len=MAX_MODEL_LEN), own=st.booleans(), tiers=tier_options
+    )
+    def build(self, model, options, own, tiers):
+        self.model = model
         if own and options["prefix_cache"] == "hash":  # somebody's own object at the seam
             options["prefix_cache"] = DictPrefixCache(options["block_size"])
         self.cached = options["prefix_cache"] != "none"
-        if options["kv_cache"] == "contiguous":  # a strip is as long as this engine's requests
-            options["num_blocks"] = 2 * -(-MAX_MODEL_LEN // options["block_size"])
-        self.backend = WatchedAttention(window)
+        self.backend = WatchedAttention(*model[1:])
         if self.cached:
             options |= tiers
         config = EngineConfig(**options, attention_backend=self.backend, max_model_len=MAX_MODEL_LEN)
-        self.engine = Engine(tiny_model(*self.model), TOKENIZER, config)
+        self.engine = Engine(tiny_model(*self.model[:2]), TOKENIZER, config)
         poison_freed_blocks(self.engine)
         self.sent: dict[str, Sent] = {}
 
@@ -101,12 +97,25 @@ class EngineMachine(RuleBasedStateMachine):
             mine = list(prompt)
             needed = slots_needed(prompt, params, MAX_MODEL_LEN)
             budget = self.engine.options.max_num_batched_tokens
-            if needed > self.engine.cache.capacity or (self.engine.options.kv_cache == "none" and needed > budget):
+            if self.engine.cache.most_slots(needed, budget) > self.engine.cache.capacity:
+                self.refuse(prompt, params, None, "KV slots")
+                continue
+            if self.engine.options.kv_cache == "none" and needed > budget:
                 self.refuse(prompt, params, None, str(needed))
                 continue
             name = self.engine.add_request(mine, params)
             assert name not in self.sent and mine == prompt
             self.sent[name] = Sent(prompt, params, self.model)
+
+    @precondition(lambda self: self.engine._live and len(self.sent) < 8)
+    @rule(data=st.data(), samples=st.integers(1, 4))
+    def add_samples(self, data, samples):
+        """More samples of a prompt that was sent and has not ended, whatever has become of it."""
+        name = data.draw(st.sampled_from(sorted(self.engine._live)))
+        known = self.sent[name]
+        for _ in range(samples):
+            another = self.engine.add_request(known.prompt, known.params, sibling=name)
+            self.sent[another] = Sent(known.prompt, known.params, self.model)
 
     @rule(
         case=st.sampled_from(
@@ -227,28 +236,45 @@ class EngineMachine(RuleBasedStateMachine):
         assert pool.num_free + pool.num_referenced + pool.num_cached == pool.num_blocks
         flying = {r: None for flight in self.engine._flights for r in (s.request for s in flight.plan.scheduled)}
         gone = [r for r in flying if r not in scheduler.running]
-        tables = Counter(b for r in [*scheduler.running, *gone] for b in r.blocks)
+        tables = Counter(b for r in [*scheduler.running, *gone] for b in r.blocks if b)
         tables.update(b for flight in self.engine._flights for b in flight.spare)
+        owed = [self.engine.cache.copies, *(flight.plan.copies for flight in self.engine._flights)]
+        tables.update(source for copies in owed for source, _ in copies)  # held until the copy has run
         assert all(pool.ref_count(b) == n for b, n in tables.items()) and pool.num_referenced == len(tables)
         assert pool.num_shared == sum(n - 1 for n in tables.values())
-        assert 0 not in tables and not any(r.blocks for r in scheduler.waiting)
+        assert not any(r.blocks for r in scheduler.waiting)
         if self.cached:
             held = [b for b in range(1, pool.num_blocks + 1) if self.engine.cache.prefix.holds(b)]
             assert [b for b in held if not pool.ref_count(b)] == list(pool.cached_blocks), "kept and held by nobody: cached"
             shot = self.engine.cache_snapshot()
             if shot.tree is not None:
                 assert set(shot.kept) <= set(held) and len(set(shot.kept)) == len(shot.kept)
-            if self.engine.options.prefix_cache == "radix":
+            if self.engine.options.prefix_cache == "radix" and self.model[1] is None:
                 assert shot.evictable_tokens == pool.num_cached * self.engine.cache.block_size
         else:
-            assert set(tables.values()) <= {1} and pool.num_cached == 0
+            assert pool.num_cached == 0
+        if self.engine.options.strips:
+            assert set(tables.values()) <= {1}
+            for r in scheduler.running:
+                assert not r.blocks or r.blocks == list(range(r.blocks[0], r.blocks[-1] + 1)), "side by side"
         assert scheduler.num_live_tokens == sum(r.num_computed_tokens for r in scheduler.running)
         assert all(r.blocks for r in flying), "what a step in flight reads is not released"
         assert {r for r in scheduler.running if r.num_in_flight} <= set(flying)
         assert not any(r.num_in_flight or r.num_pending for r in scheduler.waiting)
         for r in scheduler.running:
             assert len(r.blocks) >= self.engine.cache.blocks_for(r.num_computed_tokens)
-            assert len(set(r.blocks)) == len(r.blocks)
+            held = [b for b in r.blocks if b]
+            assert len(set(held)) == len(held)
+            self.only_unseen_blocks_are_gone(r)
+
+    def only_unseen_blocks_are_gone(self, r):
+        """By the definition of a window: a block is gone if and only if all its keys are behind the window and no sinks."""
+        (window, sinks), size = self.model[1:], self.engine.cache.block_size
+        query = r.num_landed_tokens - (r.num_landed_tokens == r.prompt_len and len(r.family) > 1)
+        for i, block in enumerate(r.blocks):
+            keys = range(i * size, (i + 1) * size)
+            unseen = window is not None and all(sinks <= k <= query - window for k in keys)
+            assert (block == 0) == (unseen and not self.engine.options.strips)
 
     @invariant()
     def requests_are_conserved(self):

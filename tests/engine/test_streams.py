@@ -184,10 +184,10 @@ def test_an_interrupt_while_requests_are_added_leaves_none_behind(monkeypatch):
     llm = tiny_llm()
     add = llm.engine.add_request
 
-    def interrupted(prompt, *rest):
+    def interrupted(prompt, *rest, **options):
         if list(prompt) == [6]:
             raise KeyboardInterrupt
-        return add(prompt, *rest)
+        return add(prompt, *rest, **options)
 
     monkeypatch.setattr(llm.engine, "add_request", interrupted)
     with pytest.raises(KeyboardInterrupt):

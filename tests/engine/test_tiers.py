@@ -424,16 +424,17 @@ def test_output_equals_cold_under_any_history(
     tmp_path_factory, model, turns, block_size, slack, budget, seqs, host, disk, write, stops, kind
 ):
     needed = max(slots_needed(p, SamplingParams(max_tokens=n)) for turn in turns for p, n in turn)
-    config = tiny_model(*model).config
+    config = tiny_model(model[0]).config
     block = int(config.kv_bytes_per_token(8)) * block_size
     folder = tmp_path_factory.mktemp("kv")
     options = EngineConfig(
         prefix_cache=prefix(kind, block_size), block_size=block_size, num_blocks=-(-needed // block_size) + slack,
         max_num_batched_tokens=budget, max_num_seqs=seqs, host_cache=host * block, cache_write=write,
+        attention_window=model[1], attention_sinks=model[2],
         disk_cache=disk and disk * (block + 72), disk_folder=folder if disk else None,
         tier_policy=lambda offer: len(offer.tiers) if stops else len(offer.tiers) // 2,
     )  # fmt: skip
-    engine = Engine(tiny_model(*model), None, options)
+    engine = Engine(tiny_model(model[0]), None, options)
     poison_freed_blocks(engine)
     for turn in turns:
         names = [engine.add_request(p, SamplingParams(max_tokens=n, ignore_eos=True)) for p, n in turn]
