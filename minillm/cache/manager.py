@@ -137,7 +137,8 @@ class CacheManager:
         if len(request.family) < 2 or request.prompt_len < 2:
             return False
         computing = any(
-            other is not request and other.num_landed_tokens < other.prompt_len
+            other is not request and other.max_tokens > 1  # one that is gone with its prompt has nothing to share
+            and other.num_landed_tokens < other.prompt_len
             and (other.status is Status.RUNNING or other in starting) for other in request.family
         )  # fmt: skip
         return computing and self.fork(request)[1] == 0
