@@ -81,7 +81,11 @@ class BlockPool:
         return list(range(first, first + n))
 
     def acquire(self, blocks: Iterable[int]) -> None:
-        """One more reference on blocks that are referenced or cached already."""
+        """One more reference on blocks that are referenced or cached already; RuntimeError, and nothing changed, for others."""
+        blocks = list(blocks)
+        for block in blocks:
+            if block not in self._cached and not (block in range(1, self.num_blocks + 1) and self._refs[block]):
+                raise RuntimeError(f"block {block!r} is neither referenced nor cached: it holds nothing to share")
         for block in blocks:
             if self._refs[block] == 0:
                 self._cached.remove(block)
@@ -106,7 +110,10 @@ class BlockPool:
         return freed
 
     def uncache(self, blocks: Iterable[int]) -> None:
-        """Cached, unreferenced blocks become free (a prefix cache evicted them)."""
+        """Cached, unreferenced blocks become free: a prefix cache evicted them. RuntimeError, and nothing changed, for others."""
+        blocks = list(blocks)
+        if len(set(blocks)) < len(blocks) or not self._cached.issuperset(blocks):
+            raise RuntimeError(f"a prefix cache evicted {blocks}: each must be cached, referenced by nobody, and named once")
         for block in blocks:
             self._cached.remove(block)
             self._free.append(block)

@@ -71,9 +71,9 @@ class PoolMachine(RuleBasedStateMachine):
         with pytest.raises(RuntimeError, match=f"block {block} was released more often"):
             self.pool.release([block])
         if block in self.free:
-            with pytest.raises(KeyError):
+            with pytest.raises(RuntimeError, match=f"block {block} is neither"):
                 self.pool.acquire([block])
-            with pytest.raises(KeyError):
+            with pytest.raises(RuntimeError, match="a prefix cache evicted"):
                 self.pool.uncache([block])
 
     @invariant()
@@ -108,3 +108,19 @@ def test_a_lost_block_is_noticed():
     pool._free.append(2)
     with pytest.raises(RuntimeError):
         pool.check()
+
+
+def test_a_free_block_cannot_be_shared_and_a_referenced_one_not_evicted():
+    pool = BlockPool(4)
+    (held,) = pool.allocate(1)
+    for stray in (2, 0, -1, 5, "x"):
+        with pytest.raises(RuntimeError, match="neither referenced nor cached"):
+            pool.acquire([held, stray])
+    assert pool.ref_count(held) == 1
+    (kept,) = pool.allocate(1)
+    pool.release([kept], keep=[kept])
+    for wrong in ([held], [kept, kept], [kept, 4], [9]):
+        with pytest.raises(RuntimeError, match="a prefix cache evicted"):
+            pool.uncache(wrong)
+    pool.check()
+    assert (pool.num_free, pool.num_cached, pool.num_referenced) == (2, 1, 1)

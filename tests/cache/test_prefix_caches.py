@@ -73,7 +73,7 @@ action = st.one_of(
 
 
 @pytest.mark.parametrize("make", EXACT)
-@settings(max_examples=300)
+@settings(max_examples=150)
 @given(size=st.integers(1, 4), actions=st.lists(action, min_size=4, max_size=30))
 def test_any_history_equals_a_dictionary_of_prefixes(make, size, actions):
     cache, model, fresh = make(size), Model(size), iter(range(1, 10_000))
@@ -104,7 +104,7 @@ def test_any_history_equals_a_dictionary_of_prefixes(make, size, actions):
         assert cache.match(argument if name != "evict" else []) == (model.longest(argument) if name != "evict" else [])
 
 
-@settings(max_examples=200)
+@settings(max_examples=100)
 @given(st.integers(1, 4), st.lists(action, min_size=4, max_size=30))
 def test_keys_that_collide_never_serve_the_wrong_prefix(size, actions):
     cache, truth, fresh = KINDS["colliding"](size), {}, iter(range(1, 10_000))

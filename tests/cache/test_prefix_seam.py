@@ -186,7 +186,7 @@ turns = st.lists(st.lists(st.tuples(few, st.integers(1, 8)), min_size=1, max_siz
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@settings(max_examples=50)
+@settings(max_examples=20)
 @given(models, turns, st.integers(1, 5), st.integers(0, 4), st.integers(1, 40), st.integers(1, 5), policies)
 def test_output_equals_cold_under_any_history_of_requests(kind, model, turns, block_size, slack, budget, seqs, policy):
     needed = max(slots_needed(p, SamplingParams(max_tokens=n)) for turn in turns for p, n in turn)
