@@ -246,10 +246,14 @@ class EngineLoop:
         return Load(len(scheduler.running), len(scheduler.waiting), pool.num_referenced, pool.num_blocks, preemptions)
 
     def _add(self, names: Sequence[str], work: Work) -> None:
+        first: tuple[list[int], str] | None = None
         for name, (ids, params) in zip(names, work, strict=True):
             try:
-                self.engine.add_request(ids, params, name)
+                # the samples of a prompt stand together and have one list of ids: they share its blocks
+                sibling = first[1] if first is not None and first[0] is ids and first[1] in self._mine else None
+                self.engine.add_request(ids, params, name, sibling=sibling)
                 self._mine.add(name)
+                first = (ids, name) if sibling is None else first
             except Exception as fault:
                 self._refused[name] = fault
 
