@@ -181,6 +181,7 @@ class EngineConfig:
     kv_cache: "paged"; "contiguous" gives each request one strip of neighbouring blocks; "none" recomputes everything.
     allocation: "paged" gives a request blocks as it grows (a contiguous cache reserves instead); "reserve" gives it a strip of
         max_model_len tokens when it is admitted; "exact" one of prompt + max_tokens - 1, an oracle where ignore_eos is set.
+    attention_backend: "torch"; "triton" runs this project's kernels, on a GPU or in Triton's interpreter; "auto" chooses.
     attention_window: keys that a token sees, its own and those before it; None is the model's own window, if it has one.
     attention_sinks: keys at the beginning of a request that are seen beside the window.
     batching: "continuous"; "sequential" runs one request at a time; "static" admits a batch, pads it and waits for its slowest
@@ -273,7 +274,7 @@ class EngineConfig:
         if self.kv_store != "plain" and self.kv_cache == "none":
             raise ValueError("kv_cache='none' keeps no KV that a store of one's own could hold; leave kv_store='plain'")
         if isinstance(self.attention_backend, str):
-            _check_choice("attention_backend", self.attention_backend, ("auto", "torch"))
+            _check_choice("attention_backend", self.attention_backend, ("auto", "torch", "triton"))
         else:
             parts = ("plan", "forward", "work")
             _check_parts("attention_backend", self.attention_backend, parts, "a name or an AttentionBackend")

@@ -13,7 +13,10 @@ from minillm.perf.work import Work
 
 
 class AttentionBackend(Protocol):
-    """Causal attention of this step's queries over everything their rows have in the KV store."""
+    """Causal attention of this step's queries over everything their rows have in the KV store.
+
+    A backend may also have ``operators``, a ``minillm.model.layers.Operators``: the model then uses these for its norms,
+    rotation, KV write and gated activation."""
 
     def plan(self, batch: ForwardBatch, dtype: Any) -> Any:
         """Whatever all layers share for this batch: index tensors, masks. Called once per step."""

@@ -74,7 +74,7 @@ class Engine:
         keep_kv = options.kv_cache != "none"
         if not keep_kv and options.prefix_cache != "none":
             raise ValueError("kv_cache='none' keeps no KV that a prefix cache could serve; leave prefix_cache='none'")
-        backend = make_backend(options, config.sliding_window)
+        backend = make_backend(options, config, model.dtype, model.device)
         view = getattr(backend, "view", Window())  # a backend that says nothing may read every key
 
         element = bytes_per_element(options.kv_dtype, model.dtype, config.head_dim)

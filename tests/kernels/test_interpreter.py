@@ -13,7 +13,7 @@ import pytest
 from minillm import kernels
 
 HERE = Path(__file__).parent
-FILES = ("test_fused.py", "test_matmul.py")
+FILES = ("test_attention.py", "test_engine.py", "test_fused.py", "test_matmul.py")
 
 
 @pytest.mark.slow
