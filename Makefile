@@ -17,7 +17,7 @@ STATE = $$(cat pyproject.toml constraints.txt | cksum) $(CURDIR)
 HEALTHY = import importlib.util as u, sys; sys.exit(not all(map(u.find_spec, ("minillm", "pip", "torch", "jupyterlab", "pytest"))))
 LOCK_VENV = .venv-lock
 
-.PHONY: help setup install lab test test-fast lint demo bench doctor lock clean
+.PHONY: help setup install lab test test-fast lint gpu-check demo bench doctor lock clean
 .DEFAULT_GOAL = help
 
 help:
@@ -28,6 +28,7 @@ help:
 	@echo 'make doctor      say what works on this machine and what to do about the rest'
 	@echo 'make test-fast   the tests of a working day, three minutes'
 	@echo 'make lint        ruff and mypy'
+	@echo 'make gpu-check   kernels and engine on this GPU: tests, then speed, eight minutes; says so where there is none'
 	@echo 'make bench       measure this machine against its peers         (ARGS="...")'
 	@echo 'make lock        write constraints.txt anew from the newest versions allowed'
 	@echo 'make clean       remove $(VENV) and caches; keeps the model and your progress'
@@ -68,6 +69,9 @@ test-fast: setup
 lint: setup
 	$(BIN)/python -m ruff check
 	$(BIN)/python -m mypy
+
+gpu-check: setup
+	@$(BIN)/python tests/gpu/check.py $(ARGS)
 
 demo bench doctor: setup
 	@$(BIN)/minillm $@ $(ARGS)
