@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import hashlib
 import os
 import secrets
@@ -26,6 +27,14 @@ from minillm.perf.roofline import prefill_work
 from minillm.perf.transfer import Link, PrefillRate, load_or_recompute
 
 FORMAT = 1
+NEUTRAL = frozenset(
+    (
+        "dtype device seed max_model_len max_num_seqs max_num_batched_tokens block_size num_blocks kv_memory kv_cache allocation "
+        "batching prefill queue_order prefix_cache host_cache disk_cache disk_folder cache_write tier_policy compile overlap "
+        "cuda_graphs"
+    ).split()
+)
+"""Options that do not change what the KV of a token is (dtype and block size are in the fingerprint as they came out)."""
 PROBE_TOKENS = 128
 PROBES = 3
 
@@ -66,13 +75,21 @@ def disk_folder(options: EngineConfig, root: bytes, config: ModelConfig) -> Path
 def kv_fingerprint(
     model: Transformer, options: EngineConfig, store: KVStore, backend: AttentionBackend, block_size: int
 ) -> bytes:
-    """32 bytes that differ where KV would: weights, shape, precision, how the model computes, block size and store."""
-    kinds = [f"{type(part).__module__}.{type(part).__qualname__}" for part in (store, backend, options.quantization)]
-    digest = hashlib.sha256(repr((FORMAT, model.config, model.dtype, block_size, store.bytes_per_token, kinds)).encode())
+    """32 bytes that differ where KV would: weights, shape, precision, block size, store, and every option that is not known to
+    leave KV as it is."""
+    chosen = {f.name: _plain(getattr(options, f.name)) for f in dataclasses.fields(options) if f.name not in NEUTRAL}
+    parts = FORMAT, model.config, model.dtype, block_size, store.bytes_per_token, _plain(store), _plain(backend), chosen
+    digest = hashlib.sha256(repr(parts).encode())
     for name, tensor in sorted(model.dense_weights().items()):
         digest.update(name.encode())
         digest.update(tensor.detach().cpu().contiguous().view(torch.uint8).numpy().data)
     return digest.digest()
+
+
+def _plain(value: Any) -> Any:
+    """A value that is the same in another process; of an object, its class."""
+    plain = isinstance(value, (str, int, float, tuple, type(None)))
+    return value if plain else f"{type(value).__module__}.{type(value).__qualname__}"
 
 
 def calibrate(cache: TieredCache, forward: Callable[[ForwardBatch], Any], config: ModelConfig, tokens: int, last: int) -> None:

@@ -132,7 +132,7 @@ def test_a_restarted_engine_finds_what_was_written_through_to_disk(tmp_path):
     assert out.num_loaded_tokens == 12
 
 
-@pytest.mark.parametrize("change", ["weights", "block size", "dtype", "attention"])
+@pytest.mark.parametrize("change", ["weights", "block size", "dtype", "attention", "kv_dtype"])
 def test_kv_of_another_model_or_engine_is_never_found(tmp_path, change):
     ask(tiered_engine(host=None, disk=40, disk_folder=tmp_path, cache_write="through"), A)
     model, options = tiny_model(), {"block_size": B}
@@ -142,6 +142,11 @@ def test_kv_of_another_model_or_engine_is_never_found(tmp_path, change):
         options["block_size"] = 2
     elif change == "dtype":
         options["dtype"] = "float32"
+    elif change == "kv_dtype":
+        options["kv_dtype"] = "int8"
+        other = tiered_engine(host=None, disk=40, disk_folder=tmp_path, cache_write="through", kv_dtype="fp8")
+        other.add_request(A, SamplingParams(max_tokens=1))
+        run_to_end(other)
     else:
         options["attention_backend"] = WatchedAttention()
     llm = LLM(model, prefix_cache=DictPrefixCache(options["block_size"]), disk_cache=10**6, disk_folder=tmp_path, num_blocks=20,
