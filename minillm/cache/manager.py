@@ -152,6 +152,8 @@ class CacheManager:
         Returns the fresh blocks, or None with nothing changed when the pool cannot give them. Copy on write: a block of several
         holders that is about to be written to is replaced by a fresh one, and ``copies`` says so.
         """
+        if not matched and self._has_room(request, num_tokens):
+            return []
         table = [*request.blocks, *matched]
         start = len(matched) * self.block_size if hit is None else hit
         first = (start if matched else request.num_computed_tokens) // self.block_size
@@ -193,6 +195,13 @@ class CacheManager:
                     self.pool.acquire([source])
                     self.release([target])
             self._copies[target] = source
+
+    def _has_room(self, request: Request, num_tokens: int) -> bool:
+        """Whether a running request holds what it needs, and alone where it writes: so it is in nearly every decoding step."""
+        if self.reserve is not None or num_tokens > len(request.blocks) * self.block_size:
+            return False
+        first, last = request.num_computed_tokens // self.block_size, (num_tokens - 1) // self.block_size
+        return max(map(self.pool.ref_count, request.blocks[first : last + 1]), default=1) == 1
 
     def _make_room(self, need: int, protected: set[int]) -> None:
         missing = need - self.pool.num_free

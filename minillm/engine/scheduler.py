@@ -139,7 +139,7 @@ class Scheduler:
     def _checked(self, answer: Iterable[int], left: Sequence[int], num_running: int) -> list[int]:
         name = type(self.policy).__name__
         try:
-            grants = [operator.index(n) for n in answer]
+            grants = list(map(operator.index, answer))
         except TypeError:
             raise ValueError(f"batching policy {name} must return a sequence of whole numbers, got {answer!r:.80}") from None
         if not num_running <= len(grants) <= len(left):
@@ -147,7 +147,7 @@ class Scheduler:
                 f"batching policy {name} returned {len(grants)} grants for {num_running} running requests and the "
                 f"{len(left) - num_running} waiting ones that it took"
             )
-        if any(n < 0 or n > wanted for n, wanted in zip(grants, left, strict=False)):
+        if grants and (min(grants) < 0 or any(map(operator.gt, grants, left))):
             i = next(i for i, n in enumerate(grants) if not 0 <= n <= left[i])
             raise ValueError(f"batching policy {name} granted {grants[i]} tokens to a request that has {left[i]} left")
         if sum(grants) > self.budget:
@@ -159,10 +159,10 @@ class Scheduler:
 
     def _advance(self, shares: Iterable[tuple[Request, int]], preempted: list[Request]) -> tuple[list[Scheduled], bool]:
         """What the running requests compute, and whether slots were short."""
-        scheduled = []
+        scheduled, allocate = [], self.cache.allocate
         for request, n in shares:
             if n and request.status is Status.RUNNING:
-                if self._find_slots(request, n, preempted):
+                if allocate(request, request.num_computed_tokens + n) is not None or self._find_slots(request, n, preempted):
                     scheduled.append(Scheduled(request, n))
                 elif request.status is Status.RUNNING:
                     return scheduled, True  # those after it wait as well: they are next to be preempted for it
