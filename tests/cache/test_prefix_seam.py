@@ -302,6 +302,23 @@ def test_an_abort_leaves_what_others_share_alone(kind, when):
     assert ask(engine, [*beginning, *[21] * 9]).token_ids == cold([*beginning, *[21] * 9])
 
 
+@pytest.mark.parametrize("steps", [1, 2, 3, 5])
+def test_an_abort_while_a_step_is_in_flight_leaves_no_unfinished_kv_in_the_cache(kind, steps):
+    engine = cached_engine(kind, overlap=True, max_num_batched_tokens=6)
+    prompt = list(range(2, 2 + 3 * B))
+    name = engine.add_request(prompt, SamplingParams(max_tokens=9, ignore_eos=True))
+    for _ in range(steps):
+        engine.step()
+    engine.abort(name)
+    for _ in range(3):  # what was in flight lands
+        engine.step()
+    pool = engine.cache.pool
+    pool.check()
+    assert pool.num_referenced == 0 and pool.num_free + pool.num_cached == pool.num_blocks
+    again = ask(engine, prompt)
+    assert again.token_ids == cold(prompt) and again.num_cached_tokens % B == 0
+
+
 def test_a_cache_that_fails_when_it_is_offered_a_prompt_ends_that_request_alone():
     class Failing(DictPrefixCache):
         def insert(self, token_ids, blocks):
