@@ -1,0 +1,351 @@
+"""Exercise 5.3: the padding that decode steps are replayed with, blocks that are freed too early, a schedule that runs ahead."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import fields
+from typing import Any, Callable, Sequence
+
+import torch
+
+from minillm import LLM, SamplingParams
+from minillm.config import ModelConfig
+from minillm.course.expect import Mismatch, expect_at_most, expect_equal, expect_shape, is_whole, unchanged
+from minillm.course.task import NamedCheck, Seam, Task
+from minillm.engine.batch import ForwardBatch, Row
+from minillm.engine.graphs import PowersOfTwo
+from minillm.model.transformer import Transformer
+
+TINY = ModelConfig(
+    vocab_size=61, hidden_size=48, intermediate_size=64, num_layers=3, num_heads=6, num_kv_heads=2, head_dim=8, max_position=64,
+    name="a tiny random model",
+)  # fmt: skip
+PROMPTS = ([3, 1, 4, 1, 5, 9, 2, 6, 5], [2, 7], [1, 6, 1, 8, 0], [9, 9], [4, 2, 4])
+
+
+def _batch(rows: int, padding: int = 0) -> ForwardBatch:
+    """Rows that decode their fifth token, the keys of row r in blocks 2 r + 1 and 2 r + 2 of four slots."""
+    return ForwardBatch.build([Row([10 + r], 4, (2 * r + 1, 2 * r + 2)) for r in range(rows)], 4, padding)
+
+
+def _tokens(**options: Any) -> list[tuple[int, ...]]:
+    """Greedy tokens of five prompts that end one after the other, so that batches of every size decode."""
+    llm = LLM(Transformer.random(TINY), dtype="float32", block_size=4, num_blocks=40, max_num_seqs=5, **options)
+    params = [SamplingParams(max_tokens=4 + 3 * i, ignore_eos=True) for i in range(len(PROMPTS))]
+    return [output.token_ids for output in llm.generate(list(PROMPTS), params)]
+
+
+# 5.3 core: padding ----------------------------------------------------------------------------------------------------------
+
+
+def _size_of(rows: int, most: int) -> int:
+    size = 1
+    while size < rows:
+        size *= 2
+    return min(size, most)
+
+
+def _padding_shapes(cls: Any) -> None:
+    size = cls().bucket(3, 8)
+    if not is_whole(size):
+        raise Mismatch(f"bucket gives a whole number, got {size!r}")
+    full = cls().pad(_batch(3), 4)
+    if not isinstance(full, ForwardBatch):
+        raise Mismatch(f"pad gives a ForwardBatch, got {type(full).__name__}")
+    for name in ("token_ids", "positions", "slots"):
+        expect_shape(getattr(full, name), [4], torch.int64, name)
+    expect_equal((len(full.q_lens), len(full.kv_lens), len(full.tables)), (4, 4, 4), what="lengths of q_lens, kv_lens and tables")
+
+
+def _sizes_by_hand(cls: Any) -> None:
+    for rows, most, size in ((1, 8, 1), (2, 8, 2), (3, 8, 4), (5, 8, 8), (8, 8, 8), (5, 6, 6), (9, 32, 16)):
+        expect_equal(cls().bucket(rows, most), size, what=f"bucket({rows}, {most})")
+
+
+def _pad_by_hand(cls: Any) -> None:
+    full = cls().pad(_batch(3), 4)
+    expect_equal(full.token_ids, torch.tensor([10, 11, 12, 0]), what="token_ids")
+    expect_equal(full.positions, torch.tensor([4, 4, 4, 0]), what="positions")
+    expect_equal(full.slots, torch.tensor([8, 16, 24, 0]), what="slots: where keys and values go")
+    expect_equal(full.q_lens, (1, 1, 1, 1), what="q_lens")
+    expect_equal(full.kv_lens, (5, 5, 5, 1), what="kv_lens")
+    expect_equal(tuple(map(tuple, full.tables)), ((1, 2), (3, 4), (5, 6), (0,)), what="tables")
+    expect_equal(full.logit_indices, torch.tensor([0, 1, 2]), what="logit_indices: padding wants no logits")
+    expect_equal((full.num_padding, full.block_size), (1, 4), what="num_padding and block_size")
+
+
+def _sizes_random(cls: Any) -> None:
+    for _ in range(60):
+        most = random.randint(1, 300)
+        rows = random.randint(1, most)
+        expect_equal(cls().bucket(rows, most), _size_of(rows, most), what=f"bucket({rows}, {most})")
+
+
+def _pad_random(cls: Any) -> None:
+    for _ in range(10):
+        rows, extra = random.randint(1, 9), random.randint(1, 9)
+        _same(cls().pad(_batch(rows), rows + extra), _batch(rows, extra), f"{rows} rows padded to {rows + extra}")
+
+
+def _same(got: ForwardBatch, expected: ForwardBatch, what: str) -> None:
+    for f in fields(expected):
+        mine, theirs = getattr(got, f.name), getattr(expected, f.name)
+        if f.name == "tables":
+            mine, theirs = tuple(map(tuple, mine)), tuple(map(tuple, theirs))
+        expect_equal(mine, theirs, what=f"{f.name} of {what}")
+
+
+def _pad_nothing(cls: Any) -> None:
+    _same(cls().pad(_batch(4), 4), _batch(4), "4 rows padded to 4")
+    _same(cls().pad(_batch(1), 1), _batch(1), "1 row padded to 1")
+
+
+def _pad_padded(cls: Any) -> None:
+    _same(cls().pad(_batch(2, padding=1), 8), _batch(2, padding=6), "2 rows with 1 of padding, padded to 8")
+
+
+def _pad_state(cls: Any) -> None:
+    batch = _batch(3)
+    held = {f.name: getattr(batch, f.name) for f in fields(batch)}
+    with unchanged(**{name: x for name, x in held.items() if isinstance(x, torch.Tensor)}):
+        cls().pad(batch, 8)
+    expect_equal((batch.num_rows, len(batch.token_ids), batch.num_padding), (3, 3, 0), what="the batch that was given")
+
+
+def _pad_engine(cls: Any) -> None:
+    expect_equal(_tokens(cuda_graphs=cls()), _tokens(), what="tokens of five prompts, replayed in your sizes")
+
+
+def _pad_budget(cls: Any) -> None:
+    sizes = {n: cls().bucket(n, 64) for n in range(1, 65)}
+    expect_at_most(len(set(sizes.values())), 7, "sizes to record for batches of up to 64")
+    expect_at_most(max((size - n) / size for n, size in sizes.items()), 0.5, "share of a batch that is padding")
+
+
+CORE = Task(
+    "5.3 core",
+    "Write the padding that the engine replays with",
+    (
+        NamedCheck("shape: a whole number, and a batch of so many rows", _padding_shapes, hint=2),
+        NamedCheck("exact: sizes by hand", _sizes_by_hand, hint=1),
+        NamedCheck("exact: three rows padded to four by hand", _pad_by_hand, hint=2),
+        NamedCheck("random: sizes against counting up", _sizes_random, hint=1),
+        NamedCheck("random: batches against the engine's own builder", _pad_random, hint=3),
+        NamedCheck("edges: nothing to pad", _pad_nothing, hint=3),
+        NamedCheck("edges: a batch that has padding already", _pad_padded, hint=3),
+        NamedCheck("state: the batch is unchanged", _pad_state, hint=3),
+        NamedCheck("engine: the same tokens as without replay", _pad_engine, hint=1),
+        NamedCheck("budget: few sizes, and no more than half is padding", _pad_budget, hint=1),
+    ),
+    (
+        "The sizes are 1, 2, 4, 8, … and `most` itself. A padding row is a request that does not exist: its one token must be\n"
+        "computed without harm, so its key and value go to slot 0, which belongs to nobody.",
+        "Of a padding row: token 0, position 0, slot 0, q_len 1, kv_len 1, table (0,). The three tensors are [rows] int64.\n"
+        "logit_indices stay as they are; num_padding grows by what you added.",
+        "more = rows - batch.num_rows; zeros = torch.zeros(more, dtype=torch.int64)\n"
+        "return replace(batch, token_ids=torch.cat([batch.token_ids, zeros]), ..., q_lens=batch.q_lens + (1,) * more, ...)",
+    ),
+    Seam("cuda_graphs", "padding of replayed steps", lambda cls: {"cuda_graphs": cls()}),
+    (PowersOfTwo, ForwardBatch.padded),
+)
+
+
+# 5.3 break: blocks that a step in flight still reads -------------------------------------------------------------------------
+
+
+class _Oracle:
+    """What a ledger must have released, found by looking at every step anew."""
+
+    def __init__(self) -> None:
+        self.flights: list[set[int]] = []
+        self.ended: set[int] = set()
+
+    @property
+    def free(self) -> list[int]:
+        return sorted(b for b in self.ended if not any(b in reads for reads in self.flights))
+
+
+def _ledger_shapes(cls: Any) -> None:
+    ledger = cls()
+    ledger.launch([1, 2])
+    ledger.end([3])
+    ledger.land()
+    if not isinstance(ledger.free, list):
+        raise Mismatch(f"free is a list of blocks, got {type(ledger.free).__name__}")
+    expect_equal(ledger.free, [3], what="free, after block 3, which no step reads, was given back")
+
+
+def _ledger_one(cls: Any) -> None:
+    ledger = cls()
+    ledger.launch([1, 2, 3])
+    ledger.end([1, 2])
+    expect_equal(sorted(ledger.free), [], what="free, while the step that reads 1 and 2 is in flight")
+    ledger.land()
+    expect_equal(sorted(ledger.free), [1, 2], what="free, after it has landed")
+
+
+def _ledger_two(cls: Any) -> None:
+    ledger = cls()
+    ledger.launch([1, 2, 5])
+    ledger.launch([1, 2, 3])
+    ledger.end([1, 2])
+    ledger.land()
+    expect_equal(sorted(ledger.free), [], what="free, after step 1 has landed: step 2 still reads 1 and 2")
+    ledger.land()
+    expect_equal(sorted(ledger.free), [1, 2], what="free, after step 2 has landed")
+
+
+def _ledger_random(cls: Any) -> None:
+    for _ in range(30):
+        ledger, oracle, held, fresh = cls(), _Oracle(), [], iter(range(1, 1000))
+        for _ in range(30):
+            act = random.choice(("launch", "launch", "end", "land", "begin"))
+            if act == "begin":
+                held.append([next(fresh) for _ in range(random.randint(1, 3))])
+            elif act == "launch" and len(oracle.flights) < 3:
+                reads = [b for blocks in held for b in blocks if random.random() < 0.9]
+                ledger.launch(list(reads))
+                oracle.flights.append(set(reads))
+            elif act == "land" and oracle.flights:
+                ledger.land()
+                oracle.flights.pop(0)
+            elif act == "end" and held:
+                blocks = held.pop(random.randrange(len(held)))
+                ledger.end(list(blocks))
+                oracle.ended |= set(blocks)
+            expect_equal(sorted(ledger.free), oracle.free, what=f"free after {act}, {len(oracle.flights)} steps in flight")
+
+
+def _ledger_idle(cls: Any) -> None:
+    ledger = cls()
+    ledger.end([4, 2])
+    expect_equal(sorted(ledger.free), [2, 4], what="free, when nothing is in flight")
+    ledger.end([])
+    ledger.launch([])
+    ledger.land()
+    expect_equal(sorted(ledger.free), [2, 4], what="free, after a step that reads nothing")
+
+
+def _ledger_state(cls: Any) -> None:
+    reads, blocks = [1, 2, 3], [1, 2]
+    ledger = cls()
+    with unchanged(reads=reads, blocks=blocks):
+        ledger.launch(reads)
+        ledger.end(blocks)
+        ledger.land()
+    other = cls()
+    expect_equal(other.free, [], what="free of another ledger")
+
+
+BREAK = Task(
+    "5.3 break",
+    "Find out who frees too early",
+    (
+        NamedCheck("shape: free is a list", _ledger_shapes, hint=2),
+        NamedCheck("exact: one step in flight", _ledger_one, hint=1),
+        NamedCheck("exact: two steps in flight", _ledger_two, hint=1),
+        NamedCheck("random: against a look at every step", _ledger_random, hint=3),
+        NamedCheck("edges: nothing in flight, nothing read", _ledger_idle, hint=2),
+        NamedCheck("state: lists unchanged, ledgers apart", _ledger_state, hint=2),
+    ),
+    (
+        "With overlap two steps can hold a block at once: the one that runs, and the one that was planned before the end was\n"
+        "known. Which of them has landed when a block is released?",
+        "flights is a list of sets, oldest first. A block of `leaving` may go when it is in none of the sets that remain.",
+        "In land: pop the oldest; busy = set().union(*self.flights); release what is not busy, keep the rest in leaving.",
+    ),
+)
+
+
+# 5.3 stretch: when does each step run? ---------------------------------------------------------------------------------------
+
+
+def _spans(plan: Sequence[float], run: Sequence[float], hand: Sequence[float], overlap: bool) -> list[tuple[float, float]]:
+    """Event by event: the host's list of jobs, one after the other; a job that hands out waits for its run."""
+    n = len(run)
+    jobs: list[tuple[str, int]] = []
+    if overlap:
+        for i in range(n):
+            jobs += [("plan", i)] + ([("hand", i - 1)] if i else [])
+    else:
+        for i in range(n):
+            jobs += [("plan", i), ("hand", i)]
+    host, stops, spans = 0.0, {-1: 0.0}, []
+    for job, i in jobs:
+        if job == "plan":
+            host += plan[i]
+            start = max(host, stops[i - 1])
+            stops[i] = start + run[i]
+            spans.append((start, stops[i]))
+        else:
+            host = max(host, stops[i]) + hand[i]
+    return spans
+
+
+def _compare(f: Callable[..., Any], plan: list[float], run: list[float], hand: list[float], what: str) -> None:
+    for overlap in (False, True):
+        got = f(plan, run, hand, overlap)
+        name = f"runs of {what}, {'overlapped' if overlap else 'one at a time'}"
+        expect_equal([tuple(map(float, span)) for span in got], _spans(plan, run, hand, overlap), atol=1e-9, what=name)
+
+
+def _stretch_shapes(f: Any) -> None:
+    got = f([1.0, 1.0], [4.0, 4.0], [1.0, 1.0], False)
+    if not isinstance(got, list) or len(got) != 2 or any(len(span) != 2 for span in got):
+        raise Mismatch(f"it gives a list of (start, stop), one for each step, got {got!r:.80}")
+
+
+def _stretch_by_hand(f: Any) -> None:
+    times = [1.0, 1.0, 1.0], [4.0, 4.0, 4.0], [1.0, 1.0, 1.0]
+    for overlap, spans in ((False, [(1, 5), (7, 11), (13, 17)]), (True, [(1, 5), (5, 9), (9, 13)])):
+        got = [tuple(map(float, span)) for span in f(*times, overlap)]
+        name = "overlapped" if overlap else "one at a time"
+        expect_equal(got, [(float(a), float(b)) for a, b in spans], atol=1e-9, what=f"three runs of 4, host 1 and 1, {name}")
+
+
+def _stretch_slow_host(f: Any) -> None:
+    _compare(f, [3.0] * 4, [1.0] * 4, [2.0] * 4, "a host that is slower than the device")
+
+
+def _stretch_random(f: Any) -> None:
+    for _ in range(20):
+        n = random.randint(1, 9)
+        plan, run, hand = ([random.uniform(0, 3) for _ in range(n)] for _ in range(3))
+        _compare(f, plan, run, hand, f"{n} random steps")
+
+
+def _stretch_edges(f: Any) -> None:
+    expect_equal(list(f([], [], [], True)), [], what="no steps")
+    _compare(f, [2.0], [3.0], [1.0], "one step")
+    _compare(f, [0.0] * 3, [2.0] * 3, [0.0] * 3, "a host that needs no time")
+
+
+def _stretch_state(f: Any) -> None:
+    plan, run, hand = [1.0, 2.0], [3.0, 1.0], [0.5, 0.5]
+    with unchanged(plan=plan, run=run, hand=hand):
+        f(plan, run, hand, True)
+
+
+STRETCH = Task(
+    "5.3 stretch",
+    "Simulate a schedule that runs ahead",
+    (
+        NamedCheck("shape", _stretch_shapes, hint=2),
+        NamedCheck("exact: three steps by hand", _stretch_by_hand, hint=1),
+        NamedCheck("exact: a host that is slower than the device", _stretch_slow_host, hint=3),
+        NamedCheck("random: against a list of the host's jobs", _stretch_random, hint=3),
+        NamedCheck("edges: no steps, one step, no host", _stretch_edges, hint=3),
+        NamedCheck("state: lists unchanged", _stretch_state),
+    ),
+    (
+        "The host does one thing at a time. One step at a time its jobs are plan 0, hand out 0, plan 1, hand out 1, …\n"
+        "Overlapped they are plan 0, plan 1, hand out 0, plan 2, hand out 1, … Handing out waits for the run; planning does not.",
+        "Keep one number for the time at which the host is free. Run i starts when its plan is made and run i - 1 has stopped;\n"
+        "spans is a list of (start, stop).",
+        "for i: host += plan[i]; start = max(host, last stop); append (start, start + run[i])\n"
+        "then, if more than one step (overlapped) or any step is in flight: host = max(host, its stop) + hand[it]",
+    ),
+    references=(_spans,),
+)
+
+TASKS = (CORE, BREAK, STRETCH)
