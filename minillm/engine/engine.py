@@ -397,7 +397,7 @@ class Engine:
     def _count(self, plan: SchedulerOutput, step: Step) -> StepCounts:
         """The scheduler's side of the step's counts, taken before the step moves anybody on."""
         requests = [s.request for s in plan.scheduled]
-        decoding = [r for r in self.scheduler.running if r.num_tokens > r.prompt_len]
+        decoding = [r for r in self.scheduler.running if r.num_tokens > r.prompt_len and r.num_left]
         if any(r.num_computed_tokens < r.prompt_len for r in requests) and self.scheduler.keep_kv:
             stalled = len(decoding)
         else:

@@ -60,7 +60,8 @@ class OneAhead:
     """Runs steps one after the other in a thread of their own: one may be in flight when the next is planned.
 
     torch releases Python's lock inside its operators, so the two threads share the time of a step; on a GPU the thread feeds
-    the stream and waits for its tokens.
+    the stream and waits for its tokens. On a CPU there is little to gain: the model's threads want the same cores, and a
+    compiled step holds the lock from its beginning to its end (pytorch issue 197516).
     """
 
     depth = 1

@@ -102,8 +102,8 @@ def test_a_length_that_is_known_ahead_wastes_nothing():
         ask(engine, ([4, 5], 5), ([6] * 7, 3))
         run_to_end(engine)
         m = engine.meter
-        counts.append((m.steps, m.output_tokens, m.row_passes, m.tokens_computed, m.wasted))
-    assert counts[0] == counts[1] == (5, 8, 8, 9 + 4 + 2, 0)
+        counts.append((m.steps, m.output_tokens, m.row_passes, m.tokens_computed, m.stalled_tokens, m.wasted))
+    assert counts[0] == counts[1] == (5, 8, 8, 9 + 4 + 2, 0, 0), "nor does anybody stall who only waits for a last token"
 
 
 @pytest.mark.parametrize("stop", [{"stop": "bc"}, {"stop_token_ids": [4]}, {}])
