@@ -102,10 +102,9 @@ class Bench:
 def describe(name: str, seen: Interference) -> str:
     """A line: how the others fared before and meanwhile, and the prompt's own wait."""
     usual = sorted(seen.before)[len(seen.before) // 2]
-    return (
-        f"{name:14} a token every {format_time(usual)} before; longest pause meanwhile {format_time(max(seen.gaps))} "
-        f"({max(seen.gaps) / usual:.1f} times as long); first token of the prompt after {format_time(seen.ttft)}"
-    )
+    worst = max(seen.gaps)
+    pauses = f"pauses of {format_time(usual)} before, up to {format_time(worst)} meanwhile (×{worst / usual:.1f})"
+    return f"{name:14} {pauses}; first token of the prompt after {format_time(seen.ttft)}"
 
 
 # Pictures ---------------------------------------------------------------------------------------------------------------------

@@ -57,7 +57,7 @@ def test_chunks_change_when_tokens_come_and_not_which(bench):
     for a, b in zip(first.tokens, chunked.tokens, strict=True):
         assert a[: len(b)] == b[: len(a)]
     assert chunked.tokens[-1] == first.tokens[-1] and len(chunked.tokens[-1]) == 1
-    assert "longest pause" in lab.describe("chunks of 16", chunked)
+    assert "meanwhile" in lab.describe("chunks of 16", chunked)
 
 
 def test_smaller_chunks_are_predicted_to_shorten_the_pause_and_to_lengthen_the_way_to_the_first_token(bench):
