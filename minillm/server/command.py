@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import dataclasses
 import os
 from typing import Any
 
@@ -58,11 +59,12 @@ def run_serve(args: argparse.Namespace) -> int:
 
 
 def engine_options(args: argparse.Namespace) -> dict[str, Any]:
-    """Keywords for LLM: the arguments that were given, and every --option. The engine checks names and values."""
-    chosen = {name: getattr(args, name) for name in ("dtype", "device", "max_model_len", "kv_cache", "compile")}
-    for name in ("max_num_seqs", "max_num_batched_tokens"):
-        if getattr(args, name) is not None:
-            chosen[name] = getattr(args, name)
+    """Keywords for LLM: every argument that is an option of the engine, where it was given, and every --option. The engine
+    checks names and values."""
+    from minillm.config import EngineConfig
+
+    known = {field.name for field in dataclasses.fields(EngineConfig)}
+    chosen = {name: value for name, value in vars(args).items() if name in known and value is not None}
     for text in args.option:
         name, equals, value = text.partition("=")
         if not equals or not name:

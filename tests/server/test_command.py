@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import socket
 import subprocess
 import sys
@@ -9,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from minillm.config import EngineConfig
 from minillm.cli import build_parser, main
 from minillm.server import serve as serve_module
 from minillm.server.command import engine_options
@@ -22,8 +24,10 @@ def options(*words: str) -> dict[str, Any]:
 
 def test_every_option_of_the_engine_can_be_given() -> None:
     chosen = options("--option", "block_size=32", "--option", "kv-cache=contiguous", "--option", "num_blocks=None",
-                     "--max-num-seqs", "7", "--dtype", "float32")  # fmt: skip
+                     "--max-num-seqs", "7", "--dtype", "float32", "--prefix-cache", "radix", "--compile")  # fmt: skip
     assert chosen["block_size"] == 32 and chosen["num_blocks"] is None and chosen["kv_cache"] == "contiguous"
+    assert chosen["prefix_cache"] == "radix" and chosen["compile"] is True
+    assert not set(options()) - {field.name for field in dataclasses.fields(EngineConfig)}
     assert chosen["max_num_seqs"] == 7 and chosen["dtype"] == "float32" and "max_num_batched_tokens" not in chosen
 
 
@@ -72,7 +76,8 @@ def test_a_port_that_is_taken_is_one_line(served: list[Any], monkeypatch: pytest
 
 
 def test_the_command_line_starts_without_the_server() -> None:
-    code = "import sys; from minillm.cli import build_parser; build_parser('doctor'); print('fastapi' in sys.modules)"
+    code = "import sys; from minillm.config import EngineConfig
+from minillm.cli import build_parser; build_parser('doctor'); print('fastapi' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "False\n"
 
 
