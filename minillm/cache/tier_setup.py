@@ -18,7 +18,7 @@ from minillm.cache.block_io import BlockIO
 from minillm.cache.kv_store import KVStore
 from minillm.cache.prefix import PrefixCache
 from minillm.cache.tiered import TieredCache, load_always
-from minillm.cache.tiers import DiskTier, HostTier, Tier
+from minillm.cache.tiers import AROUND, DiskTier, HostTier, Tier
 from minillm.config import EngineConfig, ModelConfig
 from minillm.engine.batch import ForwardBatch, Row
 from minillm.model.transformer import Transformer
@@ -49,9 +49,10 @@ def with_tiers(
     if options.host_cache is None and options.disk_cache is None:
         return prefix
     io = BlockIO(store, model.config.num_layers, block_size, model.device)
-    for name, size in (("host_cache", options.host_cache), ("disk_cache", options.disk_cache)):
-        if isinstance(size, int) and size < io.nbytes:
-            raise ValueError(f"{name} of {size} bytes is less than one block of {block_size} tokens, {io.nbytes} bytes")
+    for name, block in (("host_cache", io.nbytes), ("disk_cache", io.nbytes + AROUND)):
+        size = getattr(options, name)
+        if isinstance(size, int) and size < block:
+            raise ValueError(f"{name} of {size} bytes is less than one block of {block_size} tokens, {block} bytes")
     root, tiers = secrets.token_bytes(32), []
     if options.host_cache is not None:
         tiers.append(HostTier(options.host_cache) if isinstance(options.host_cache, int) else options.host_cache)
@@ -97,8 +98,11 @@ def calibrate(cache: TieredCache, forward: Callable[[ForwardBatch], Any], config
     if cache.policy is load_always:
         return
     cache.prefill = measure_prefill(forward, config, cache.io, min(tokens, last * cache.io.block_size, PROBE_TOKENS))
-    for tier in cache.tiers:
-        cache.links[tier.name] = measure_link(tier, cache.io, last)
+    try:
+        for tier in cache.tiers:
+            cache.links[tier.name] = measure_link(tier, cache.io, last)
+    except Exception as fault:  # of a tier of somebody's own
+        cache.switch_off(fault)
 
 
 def measure_prefill(forward: Callable[[ForwardBatch], Any], config: ModelConfig, io: BlockIO, tokens: int) -> PrefillRate:

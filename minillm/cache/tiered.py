@@ -115,7 +115,7 @@ class TieredCache:
                     data |= zip((key for key, _ in uncopied), self.io.get([b for _, b in uncopied]))
                 self._write(tier, [(key, data[key]) for key, _ in absent])
         except Exception as fault:  # of a store or a tier of somebody's own
-            self._switch_off(fault)
+            self.switch_off(fault)
 
     def _write(self, tier: Tier, items: list[Item]) -> None:
         """Into a tier, and what it pushes out into the one below, and so on."""
@@ -127,7 +127,8 @@ class TieredCache:
         if below and not self.through:  # written through, the tier below has its own copy already
             self._write(below[0], [(key, data) for key, data in left if not below[0].use(key)])
 
-    def _switch_off(self, fault: Exception) -> None:
+    def switch_off(self, fault: Exception) -> None:
+        """Go on without tiers, with a warning."""
         self.tiers = []
         log.warning("the host and disk tiers are switched off: %s: %s", type(fault).__name__, fault)
 
@@ -155,7 +156,7 @@ class TieredCache:
         try:
             return next((tier for tier in self.tiers if tier.has(key)), None)
         except Exception as fault:
-            self._switch_off(fault)
+            self.switch_off(fault)
             return None
 
     def _decide(self, offer: LoadOffer) -> int:
@@ -208,7 +209,7 @@ class TieredCache:
             try:
                 data = tier.read(key) if tier.has(key) else None
             except Exception as fault:
-                self._switch_off(fault)
+                self.switch_off(fault)
                 return None
             if data is not None and data.numel() == self.io.nbytes:
                 self.traffic[tier.name].read_bytes += data.nbytes

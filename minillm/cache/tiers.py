@@ -113,6 +113,8 @@ class HostTier:
 
 
 MAGIC = b"minikv1\n"
+AROUND = len(MAGIC) + 2 * hashlib.sha256().digest_size
+"""Bytes of a file besides the block: the mark, the key, the hash."""
 SUFFIX, PART = ".kv", ".part"
 ABANDONED_AFTER = 3600.0  # seconds: a half-written file so old belongs to a process that died
 
@@ -138,7 +140,7 @@ class DiskTier:
             self._switch_off(error)
 
     def has(self, key: bytes) -> bool:
-        return self.on and key not in self._bad and self.path(key).is_file()
+        return self.on and key not in self._bad and os.path.isfile(self.path(key))
 
     def path(self, key: bytes) -> Path:
         return self.folder / f"{key.hex()}{SUFFIX}"
@@ -192,7 +194,7 @@ class DiskTier:
                 files[path] = files.pop(path)
                 self._mark_used(path)
                 continue
-            size = len(MAGIC) + len(key) + data.nbytes + hashlib.sha256().digest_size
+            size = data.nbytes + AROUND
             oldest = [p for p in files if p not in pending]
             while used + size > self.limit and oldest and size <= self.limit:
                 gone = oldest.pop(0)

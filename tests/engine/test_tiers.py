@@ -235,6 +235,17 @@ def test_a_tier_of_ones_own_that_raises_is_switched_off_and_nobody_notices(metho
     assert "switched off" in caplog.text and engine.cache.pool.num_referenced == 0
 
 
+@pytest.mark.parametrize("method", ["read", "write"])
+def test_a_tier_of_ones_own_that_raises_while_it_is_measured_is_switched_off(method, caplog):
+    mine = HostTier(10**6)
+    setattr(mine, method, lambda *_: 1 / 0)
+    with caplog.at_level(logging.WARNING):
+        engine = tiered_engine(host_cache=mine, tier_policy="auto")
+    assert "switched off" in caplog.text
+    for prompt in (A, *OTHERS, A):
+        ask(engine, prompt)
+
+
 def test_a_tier_that_promises_and_never_delivers_is_computed_around():
     class Liar(HostTier):
         def read(self, key):
@@ -383,10 +394,10 @@ def test_options_that_make_no_sense_are_refused(options, message):
         EngineConfig(**options)
 
 
-@pytest.mark.parametrize("name", ["host_cache", "disk_cache"])
-def test_a_tier_too_small_for_one_block_is_refused(name, tmp_path):
-    with pytest.raises(ValueError, match=f"{name} of {BLOCK - 1} bytes is less than one block of {B} tokens, {BLOCK} bytes"):
-        tiny_engine(prefix_cache=DictPrefixCache(B), block_size=B, **{name: BLOCK - 1})
+@pytest.mark.parametrize("name, block", [("host_cache", BLOCK), ("disk_cache", BLOCK + 72)])
+def test_a_tier_too_small_for_one_block_is_refused(name, block):
+    with pytest.raises(ValueError, match=f"{name} of {block - 1} bytes is less than one block of {B} tokens, {block} bytes"):
+        tiny_engine(prefix_cache=DictPrefixCache(B), block_size=B, **{name: block - 1})
 
 
 def test_a_host_tier_of_one_block_works():
@@ -454,3 +465,22 @@ def test_output_equals_cold_under_any_history(
             for file in sorted(folder.rglob("*.kv"))[:1]:
                 file.write_bytes(file.read_bytes()[:-1] + b"?")
     event("something was loaded" if engine.meter.loaded_tokens else "nothing was loaded")
+
+
+@pytest.mark.parametrize("kv_dtype", ["int8", "fp8"])
+def test_quantised_kv_comes_back_as_it_was(kv_dtype):
+    options = {"kv_dtype": kv_dtype, "num_blocks": 5}
+    plain = [LLM(tiny_model(), block_size=B, **options).generate(p, SamplingParams(max_tokens=5))[0] for p in (A, *OTHERS[:2], A)]
+    tiered = LLM(tiny_model(), block_size=B, prefix_cache="radix", host_cache=10**6, tier_policy="always", **options)
+    outs = [tiered.generate(p, SamplingParams(max_tokens=5))[0] for p in (A, *OTHERS[:2], A)]
+    assert [o.token_ids for o in outs] == [o.token_ids for o in plain] and outs[-1].num_loaded_tokens == 12
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_evicting_and_loading_while_a_step_is_in_flight_equals_cold(overlap):
+    engine = tiered_engine(num_blocks=9, max_num_seqs=2, overlap=overlap)
+    for _ in range(3):
+        names = [engine.add_request(p, SamplingParams(max_tokens=6, ignore_eos=True)) for p in (A, *OTHERS)]
+        done = run_to_end(engine)
+        assert [done[n].token_ids for n in names] == [tuple(reference().greedy(p, 6)) for p in (A, *OTHERS)]
+    assert engine.meter.loaded_tokens > 0 and engine.cache.pool.num_referenced == 0
