@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from minillm.config import EngineConfig
 from minillm.cli import build_parser, main
+from minillm.config import EngineConfig
 from minillm.server import serve as serve_module
 from minillm.server.command import engine_options
 
@@ -76,8 +76,7 @@ def test_a_port_that_is_taken_is_one_line(served: list[Any], monkeypatch: pytest
 
 
 def test_the_command_line_starts_without_the_server() -> None:
-    code = "import sys; from minillm.config import EngineConfig
-from minillm.cli import build_parser; build_parser('doctor'); print('fastapi' in sys.modules)"
+    code = "import sys; from minillm.cli import build_parser; build_parser('doctor'); print('fastapi' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "False\n"
 
 
