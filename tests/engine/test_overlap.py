@@ -152,6 +152,21 @@ def test_an_id_may_be_used_again_while_the_step_of_its_last_owner_is_in_flight()
     assert run_to_end(engine)["again"].token_ids == greedy([6], 4)
 
 
+def test_a_step_in_flight_keeps_its_own_block_tables():
+    """The request's table grows when the next step is planned, and may be changed when the last one lands."""
+    engine = tiny_engine(overlap=True, block_size=1, prefix_cache="radix")
+    ask(engine, ([4, 5], 6), ([4, 5], 6))
+    for _ in range(3):
+        engine.step()
+        (flight,) = engine._flights
+        tables = [tuple(table) for table in flight.step.batch.tables]
+        for request in engine.scheduler.running:
+            request.blocks.append(request.blocks.pop(0))  # whatever is done to them
+        assert [tuple(table) for table in flight.step.batch.tables] == tables
+        for request in engine.scheduler.running:
+            request.blocks.insert(0, request.blocks.pop())
+
+
 def test_requests_that_push_each_other_out_say_what_they_would_alone():
     engine = tiny_engine(num_blocks=6, overlap=True)
     poison_freed_blocks(engine)
