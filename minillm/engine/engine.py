@@ -13,44 +13,22 @@ from typing import Sequence
 
 import numpy as np
 
-from minillm.attention.choice import make_backend
-from minillm.attention.torch_backend import TorchAttention, precision_name
-from minillm.attention.window import Window
-from minillm.cache.block_pool import BlockPool
-from minillm.cache.kv_store import KVStore, PlainKVStore
-from minillm.cache.manager import CacheManager, reservation
-from minillm.cache.prefix import HashPrefixCache, NoPrefixCache, PrefixCache
-from minillm.cache.quantised_kv import QuantisedKVStore, bytes_per_element
-from minillm.cache.radix import RadixPrefixCache
-from minillm.cache.sizing import pool_size
+from minillm.attention.torch_backend import precision_name
 from minillm.cache.snapshot import CacheSnapshot
-from minillm.cache.tier_setup import calibrate, with_tiers
 from minillm.config import EngineConfig
 from minillm.engine.admission import Admission, TokenizerLike
-from minillm.engine.compiled import CompiledDecode, CompileUnavailable
+from minillm.engine.assembly import assemble
 from minillm.engine.detokenizer import Detokenizer
-from minillm.engine.graphs import DecodeGraphs
 from minillm.engine.overlap import Flight, Inline, OneAhead
 from minillm.engine.request import Request, RequestOutput, Status
-from minillm.engine.runner import ModelRunner, Step
+from minillm.engine.runner import Step
 from minillm.engine.sampler import Sampled
 from minillm.engine.scheduler import Scheduler, SchedulerOutput
 from minillm.model.transformer import Transformer
 from minillm.perf.meter import Meter, StepCounts
 from minillm.sampling_params import MAX_SEED, SamplingParams
-from minillm.spec.choice import make_speculation
 
 log = logging.getLogger("minillm")
-PREFIX_CACHES = {"hash": HashPrefixCache, "radix": RadixPrefixCache}
-
-
-def make_prefix_cache(options: EngineConfig, block_size: int) -> PrefixCache:
-    """The prefix cache that these options name, or the object that they hold."""
-    chosen = options.prefix_cache
-    if chosen == "none":
-        return NoPrefixCache()
-    cache: PrefixCache = PREFIX_CACHES[chosen](block_size) if isinstance(chosen, str) else chosen
-    return cache
 
 
 @dataclass(frozen=True)
@@ -66,88 +44,25 @@ class Engine:
 
     def __init__(self, model: Transformer, tokenizer: TokenizerLike | None = None, options: EngineConfig | None = None):
         options = options or EngineConfig()
-        config = model.config
         self.model, self.tokenizer, self.options = model, tokenizer, options
-        self.max_model_len = options.max_model_len or config.max_position
-        if self.max_model_len > config.max_position:
-            raise ValueError(f"max_model_len {self.max_model_len} is above the model's {config.max_position} positions")
-        keep_kv = options.kv_cache != "none"
-        if not keep_kv and options.prefix_cache != "none":
-            raise ValueError("kv_cache='none' keeps no KV that a prefix cache could serve; leave prefix_cache='none'")
-        backend = make_backend(options, config, model.dtype, model.device)
-        view = getattr(backend, "view", Window())  # a backend that says nothing may read every key
-
-        element = bytes_per_element(options.kv_dtype, model.dtype, config.head_dim)
-        token_bytes = round(2 * config.kv_size * element * (config.num_layers if keep_kv else 1))
-        self.pool_size = pool_size(options, token_bytes, self.max_model_len, model.device)
-        block_size, num_blocks = self.pool_size.block_size, self.pool_size.num_blocks
-        self.store = self._make_store((num_blocks + 1) * block_size, shared=not keep_kv)
-        prefix = with_tiers(self._make_prefix(block_size), options, model, self.store, backend, block_size)
-        reserve = reservation(options.strips, self.max_model_len)
-        self.cache = CacheManager(BlockPool(num_blocks), prefix, block_size, view, reserve)
+        parts = assemble(model, options)
+        self.max_model_len, self.pool_size, self.store = parts.max_model_len, parts.pool_size, parts.store
+        self.cache, self.runner, self.speculation = parts.cache, parts.runner, parts.speculation
         self.scheduler = Scheduler.from_options(options, self.cache)
         budget = options.max_num_batched_tokens
         slots_held = partial(self.cache.most_slots, chunk=budget * (1 + options.overlap))  # a step in flight, and the next one
         self.admission = Admission(
-            tokenizer, config.vocab_size, self.max_model_len, self.cache.capacity, None if keep_kv else budget, slots_held
-        )
-        compiled = self._compile(backend) if options.compile else None
-        graphs = DecodeGraphs.of(options, self.max_model_len, model, self.store, backend, compiled)
-        self.speculation = make_speculation(options, model, self.store.num_slots, block_size)
-        wants_states = self.speculation is not None and self.speculation.wants_states
-        self.runner = ModelRunner(model, self.store, backend, block_size, compiled, graphs, wants_states)
+            tokenizer, model.config.vocab_size, self.max_model_len, self.cache.capacity,
+            None if self.scheduler.keep_kv else budget, slots_held,
+        )  # fmt: skip
         self.pipeline = OneAhead() if options.overlap else Inline()
         self._flights: deque[Flight] = deque()
-        if self.cache.tiers is not None:
-            most = min(options.max_num_batched_tokens, self.max_model_len)
-            calibrate(self.cache.tiers, self.runner.forward, config, most, num_blocks)
-        self.meter = Meter(self.weight_bytes, num_blocks * block_size * self.store.bytes_per_token)
+        self.meter = Meter(self.weight_bytes, self.cache.capacity * self.store.bytes_per_token)
         self._live: dict[str, Live] = {}
         self._held: list[RequestOutput] = []
         self._names = itertools.count()
         self._seeds = np.random.Generator(np.random.Philox(options.seed))
         log.info("%s", self.description)
-
-    def _make_store(self, num_slots: int, shared: bool) -> KVStore:
-        """The plain store, or what options.kv_store makes; one that lacks a part of the protocol is a ValueError."""
-        config, dtype, device = self.model.config, self.model.dtype, self.model.device
-        if self.options.kv_store == "plain":
-            try:
-                if self.options.kv_dtype != "auto":
-                    return QuantisedKVStore.allocate(self.options.kv_dtype, config, num_slots, dtype, device, shared)
-                return PlainKVStore.allocate(config, num_slots, dtype, device, shared=shared)
-            except (RuntimeError, TypeError, OverflowError) as error:
-                size = self.pool_size
-                what = f"{size.num_blocks} blocks of {size.block_size} tokens ({size.reason})"
-                raise ValueError(f"a KV pool of {what} does not fit into this machine's memory") from error
-        try:
-            store: KVStore = self.options.kv_store(config, num_slots, dtype, device)
-        except TypeError as error:
-            raise ValueError(f"kv_store is called with (config, num_slots, dtype, device): {error}") from error
-        lacks = [name for name in ("write", "read", "num_slots", "bytes_per_token") if not hasattr(store, name)]
-        if lacks:
-            raise ValueError(f"what kv_store makes, {type(store).__name__}, is no KVStore: it lacks {', '.join(lacks)}")
-        if store.num_slots != num_slots:
-            raise ValueError(f"kv_store was asked for {num_slots} slots and made {store.num_slots!r}")
-        return store
-
-    def _make_prefix(self, block_size: int) -> PrefixCache:
-        return make_prefix_cache(self.options, block_size)
-
-    def _compile(self, backend: object) -> CompiledDecode | None:
-        if self.options.quantization is not None or self.model.storage:
-            what = self.model.storage or f"quantization={self.options.quantization!r:.60}"
-            raise ValueError(f"compile=True compiles 16- or 32-bit weights, not {what}: leave compile=False or quantization=None")
-        if type(backend) is not TorchAttention or type(self.store) is not PlainKVStore:
-            raise ValueError(
-                "compile=True compiles the torch attention backend over the plain KV store; "
-                "leave attention_backend='auto' and kv_store='plain', and kv_dtype='auto'"
-            )
-        try:
-            return CompiledDecode(self.model, self.store, backend)
-        except CompileUnavailable as reason:
-            log.warning("compile=True is ignored: %s", reason)
-            return None
 
     @property
     def weight_bytes(self) -> int:

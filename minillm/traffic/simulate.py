@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from typing import Any, Callable
 
 from minillm.cache.block_pool import BlockPool
+from minillm.cache.choice import make_prefix_cache
 from minillm.cache.manager import CacheManager
 from minillm.config import EngineConfig
 from minillm.engine.admission import Admission
-from minillm.engine.engine import make_prefix_cache
 from minillm.engine.request import Request
 from minillm.engine.scheduler import Scheduler
 from minillm.perf.units import check_positive

@@ -72,8 +72,10 @@ def test_a_prompt_reads_its_own_keys_and_values_rounded(group, kind):
 def test_an_answer_does_not_depend_on_options_or_batch_mates(data, kind, model):
     work = data.draw(workloads(greedy_params()))
     options = data.draw(engine_options(max(slots_needed(p, s) for p, s in work)))
-    alone = [tiny_llm(*model, kv_dtype=kind).generate(p, s)[0].token_ids for p, s in work]
-    llm = tiny_llm(*model, **(options | {"kv_dtype": kind}))
+    group, window, sinks = model
+    given = {"kv_dtype": kind, "attention_window": window, "attention_sinks": sinks}
+    alone = [tiny_llm(group, window, **given).generate(p, s)[0].token_ids for p, s in work]
+    llm = tiny_llm(group, window, **(options | given))
     if options["kv_cache"] != "none":
         poison_freed_blocks(llm.engine)
     outs = llm.generate([p for p, _ in work], [s for _, s in work])
