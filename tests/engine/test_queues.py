@@ -120,3 +120,13 @@ def test_a_preempted_request_is_overtaken_by_nobody():
         queue.add(request(i))
     queue.add_first(request(0))
     assert names(queue) == [0, 3, 2, 1]
+
+
+def test_a_request_that_left_a_sorted_queue_and_came_again_is_in_it_once():
+    queue = LengthQueue()
+    first, second = request(1, max_tokens=2), request(2, max_tokens=5)
+    queue.add(first)
+    queue.add(second)
+    queue.remove(second)
+    queue.add_first(second)
+    assert names(queue) == [2, 1] and len(queue) == 2
