@@ -42,6 +42,14 @@ def trace_of(n=12, times=None, seed=1, longest=12):
     return make_trace("t", times or at_once(n), uniform_lengths(n, 1, longest, seed), outputs, VOCAB, seed)
 
 
+def sharing(seed, n=12):
+    """Prompts that begin alike and then differ at once, each sent twice: what was sampled begins nobody's prompt."""
+    heads, tails = uniform_lengths(n, 1, 6, seed), uniform_lengths(n, 1, 3, seed + 1)
+    prompts = [(4,) * heads[i % 6] + (5 + i % 6,) + (3,) * tails[i % 6] for i in range(n)]
+    outputs = uniform_lengths(n, 1, 10, seed + 2)
+    return Trace("sharing", tuple(Arrival(0.0, p, m) for p, m in zip(prompts, outputs, strict=True)))
+
+
 def shape(run):
     """What each step did, without its times."""
     return [(s.rows, s.waiting, s.padded_rows, s.padded_tokens, s.preempted) for s in run.steps]
@@ -57,7 +65,7 @@ def one_second(step):
     st.sampled_from(["none", "hash", "radix"]),
 )  # fmt: skip
 def test_a_simulation_takes_exactly_the_steps_of_the_engine(policy, seed, blocks, budget, seqs, block_size, prefix):
-    trace = trace_of(seed=seed, longest=10)
+    trace = sharing(seed) if prefix != "none" else trace_of(seed=seed, longest=10)
     blocks = max(blocks, -(-trace.longest // block_size))
     options = dict(
         num_blocks=blocks, block_size=block_size, max_num_batched_tokens=budget, max_num_seqs=seqs, prefix_cache=prefix, **policy
