@@ -1,8 +1,8 @@
 """What quantisation costs, per task: a small evaluation of prose, code, arithmetic, JSON and retrieval, scored against 16 bits.
 
-Two questions. On plain text: how far do the next-token distributions move (KL divergence), and how often does the
-most likely token stay the same? On questions with one right answer: how often is that answer the likeliest of a few? A task counts only where the
-unquantised model is well above chance; elsewhere nothing can be lost.
+Two questions. On plain text: how far do the next-token distributions move (KL divergence), and how often does the most likely
+token stay the same? On questions with one right answer: how often is that answer the likeliest of a few? A task counts only where
+the unquantised model is well above chance; elsewhere nothing can be lost.
 """
 
 from __future__ import annotations

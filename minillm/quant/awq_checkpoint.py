@@ -2,8 +2,8 @@
 
 A linear layer [out, in] with groups of g is three tensors. qweight, int32 [in, out / 8]: eight neighbouring output channels of
 one input channel share a word, and its nibbles, from the lowest, hold channels 0, 2, 4, 6, 1, 3, 5, 7. qzeros, int32
-[in / g, out / 8]: zero points in the same order. scales, float16 [in / g, out]. A word whose top nibble is 8 or more is a negative
-int32, and shifting it down brings ones from the left: each nibble is masked after its shift.
+[in / g, out / 8]: zero points in the same order. scales, float16 [in / g, out]. A word whose top nibble is 8 or more is a
+negative int32, and shifting it down brings ones from the left: each nibble is masked after its shift.
 """
 
 from __future__ import annotations
