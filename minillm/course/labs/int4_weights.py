@@ -228,7 +228,7 @@ def compare_methods(model: Transformer, tokenizer: TokenizerLike, grid: QuantCon
     """RTN, AWQ and GPTQ for the first layers, on a part of the calibration text."""
     part = beginning(model)
     texts = calibration_rows(None, tokenizer, part)[:rows]
-    made = {m: fit(part, replace(grid, method=m, calibration=texts)) for m in ("rtn", "awq", "gptq")}  # type: ignore[arg-type]
+    made = {m: fit(part, replace(grid, method=m, calibration=texts)) for m in ("rtn", "awq", "gptq")}
     return Compared(grid, made)
 
 
