@@ -16,7 +16,7 @@ from minillm.course.labs.kv_cache import DecodeBench, Step
 from minillm.course.panel import Panel
 from minillm.course.plots import lines
 from minillm.course.predictions import short
-from minillm.course.style import COLOURS, DPI, INK, SMALL, SOFT, Drawing, figure, styled, titled
+from minillm.course.style import COLOURS, DPI, INK, SMALL, SOFT, Drawing, figure, si, styled, titled
 from minillm.engine.admission import TokenizerLike
 from minillm.model.transformer import Transformer
 from minillm.perf.hardware import Hardware
@@ -82,15 +82,16 @@ def bytes_figure(config: ModelConfig, places: Sequence[tuple[int, int]]) -> Figu
                 hatch = ("", "////", "....")[i]
                 ax.barh(row, size, left=left, color=COLOURS[i], hatch=hatch, edgecolor="white", height=0.68, label=label)
                 left += size
-            ax.text(left, row, f" {format_bytes(left)}, {whole / left:.2f}× less" if row else f" {format_bytes(left)}",
+            ax.text(left, row, f" {si(left, 'B')}, {whole / left:.2f}× less" if row else f" {si(left, 'B')}",
                     va="center", fontsize=SMALL, color=INK)  # fmt: skip
         ax.set_yticks(range(len(STORED)), list(STORED), fontsize=SMALL)
         ax.set_ylim(len(STORED) - 0.4, -0.6)
         ax.set_xlim(0, whole * 1.25)
-        ax.xaxis.set_major_formatter(lambda v, _: format_bytes(v))
+        ax.xaxis.set_major_formatter(lambda v, _: si(v, "B"))
         ax.grid(False, axis="y")
         titled(ax, f"batch {batch}, context {context:,}")
-    fig.axes[0].legend(fontsize=SMALL, frameon=False, ncols=3, loc="lower right")
+    handles, labels = fig.axes[0].get_legend_handles_labels()
+    fig.legend(handles, labels, loc="outside upper right", ncols=3, fontsize=SMALL, frameon=False)
     return fig
 
 

@@ -276,7 +276,8 @@ def scales_its_input(weight, x, group):
 
 
 STRETCH = (
-    (per_output, "shape: one scale per input channel"), (full_strength, "exact: weights that lose nothing"), (ones, "random: large channels gain"),
+    (per_output, "shape: one scale per input channel"), (full_strength, "exact: weights that lose nothing"),
+    (ones, "random: large channels gain"),
     (judges_the_weights, "random: large channels gain"), (the_other_way, "random: never worse than rounding to nearest"),
     (no_clamp, "edges: channels that are always 0"),
     (scales_its_input, "state: inputs unchanged"),
