@@ -10,7 +10,7 @@ from typing import Any, Callable
 
 from minillm.cache.block_pool import BlockPool
 from minillm.cache.choice import make_prefix_cache
-from minillm.cache.manager import CacheManager
+from minillm.cache.manager import CacheManager, reservation
 from minillm.config import EngineConfig
 from minillm.engine.admission import Admission
 from minillm.engine.request import Request
@@ -88,10 +88,11 @@ def simulate_split(
 
 
 def _simulate(trace: Trace, step_time: StepTime, options: EngineConfig, received: bool) -> Run:
-    cache = _make_cache(trace, options)
+    _check_options(options)
+    limit = options.max_model_len or trace.longest + 1
+    cache = _make_cache(options, limit)
     scheduler = Scheduler.from_options(options, cache)
     whole_steps = options.max_num_batched_tokens if options.kv_cache == "none" else None
-    limit = options.max_model_len or trace.longest + 1
     vocab = 1 + max(t for a in trace.arrivals for t in a.prompt)
     admission = Admission(None, vocab, limit, cache.capacity, whole_steps)
     requests = [_request(i, a, admission) for i, a in enumerate(trace.arrivals)]
@@ -127,15 +128,28 @@ def _simulate(trace: Trace, step_time: StepTime, options: EngineConfig, received
     return Run(f"{trace.name}, simulated", served, tuple(steps))
 
 
-def _make_cache(trace: Trace, options: EngineConfig) -> CacheManager:
-    longest = options.max_model_len or trace.longest
-    contiguous = options.kv_cache == "contiguous"
-    block_size = longest if contiguous else options.block_size
-    each = -(-longest // block_size)
-    blocks = options.max_num_seqs * each if options.num_blocks is None else options.num_blocks
-    if contiguous and options.num_blocks is not None:
-        blocks = max(1, options.num_blocks * options.block_size // block_size)
-    return CacheManager(BlockPool(blocks), make_prefix_cache(options, block_size), block_size)
+MODELLESS = frozenset(
+    (
+        "seed max_model_len max_num_seqs max_num_batched_tokens block_size num_blocks kv_cache allocation batching prefill "
+        "queue_order prefix_cache"
+    ).split()
+)
+"""Options that a simulation knows: those by which an engine decides who computes what, and when."""
+
+
+def _check_options(options: EngineConfig) -> None:
+    """ValueError for an option that would change the steps of an engine and does not change a simulation's."""
+    for field in dataclasses.fields(options):
+        if field.name not in MODELLESS and getattr(options, field.name) != field.default:
+            raise ValueError(f"a simulation has no model: {field.name}={getattr(options, field.name)!r:.60} cannot be simulated")
+
+
+def _make_cache(options: EngineConfig, max_model_len: int) -> CacheManager:
+    strip = -(-max_model_len // options.block_size)
+    blocks = options.max_num_seqs * strip if options.num_blocks is None else options.num_blocks
+    reserve = reservation(options.strips, max_model_len)
+    prefix = make_prefix_cache(options, options.block_size)
+    return CacheManager(BlockPool(blocks), prefix, options.block_size, reserve=reserve)
 
 
 def _request(i: int, arrival: Arrival, admission: Admission) -> Request:

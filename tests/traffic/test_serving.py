@@ -86,6 +86,30 @@ def test_the_baselines_of_the_cache_are_simulated_too(kv_cache):
     assert shape(replay(tiny_engine(**options), trace, clock)) == shape(simulate(trace, one_second, **options))
 
 
+@pytest.mark.parametrize("allocation", ["reserve", "exact"])
+def test_reserved_strips_are_simulated_too(allocation):
+    options = dict(allocation=allocation, num_blocks=30, block_size=2, max_model_len=24, max_num_batched_tokens=40)
+    clock, trace = Clock(), trace_of()
+    assert shape(replay(tiny_engine(**options), trace, clock)) == shape(simulate(trace, one_second, **options))
+
+
+def test_a_request_that_joins_finds_the_prompt_of_one_that_still_runs():
+    prompt = (4, 5, 6, 7, 8, 9, 10)
+    trace = Trace("t", (Arrival(0.0, prompt, 6), Arrival(0.0, prompt, 2)))
+    options = dict(num_blocks=20, block_size=2, max_num_batched_tokens=7, prefix_cache="radix")
+    clock = Clock()
+    simulated = simulate(trace, one_second, **options)
+    assert shape(replay(tiny_engine(**options), trace, clock)) == shape(simulated)
+    assert [sum(row.new for row in s.rows) for s in simulated.steps[:2]] == [7, 2], "six of its seven tokens were there"
+
+
+@pytest.mark.parametrize("option", [{"speculative": "ngram"}, {"attention_window": 4}, {"overlap": True}, {"kv_memory": 9}])
+def test_an_option_that_a_simulation_does_not_know_is_refused(option):
+    (name,) = option
+    with pytest.raises(ValueError, match=f"{name}=.* cannot be simulated"):
+        simulate(trace_of(), one_second, **option)
+
+
 def test_without_num_blocks_a_simulated_pool_has_room_for_everybody():
     run = simulate(trace_of(), one_second, max_num_seqs=4)
     assert not any(s.preempted for s in run.steps) and max(len(s.rows) for s in run.steps) == 4
