@@ -9,8 +9,10 @@ from minillm import LLM, Engine, EngineConfig, SamplingParams, Transformer
 from minillm.attention.torch_backend import TorchAttention
 from minillm.cache.kv_store import PlainKVStore
 from minillm.engine.batch import ForwardBatch, Row
-from minillm.quant.calibrate import LINEARS, calibration_rows, layer_by_layer
+from minillm.quant.calibrate import LINEARS, Seen, calibration_rows, layer_by_layer
 from minillm.quant.config import QuantConfig
+from minillm.quant.gptq import gptq
+from minillm.quant.grid import quantise
 from minillm.quant.group_linear import GroupLinear
 from minillm.quant.linear import PlainLinear
 from minillm.quant.quantise import fit, quantise_model
@@ -160,3 +162,13 @@ def test_a_compiled_step_is_refused_since_it_would_undo_the_quantisation(small):
         quantization = QuantConfig(group=16) if model is small else None
         with pytest.raises(ValueError, match="compile=True compiles 16- or 32-bit weights, not RTN, 4 bits"):
             LLM(model, quantization=quantization, compile=True, num_blocks=20)
+
+
+def test_gptq_falls_back_to_rounding_to_nearest_where_it_loses(monkeypatch):
+    """With a factor that spreads each error over all later columns at random, its updates do harm."""
+    generator = torch.Generator().manual_seed(0)
+    weight, x = torch.randn(8, 32, generator=generator), torch.randn(64, 32, generator=generator)
+    harmful = torch.eye(32) + 5 * torch.randn(32, 32, generator=generator).triu(1)
+    monkeypatch.setattr("minillm.quant.gptq._inverse_factor", lambda gram: harmful)
+    found, nearest = gptq(weight, Seen.of(x), 3, 16, False), quantise(weight, 3, 16, False)
+    assert torch.equal(found.codes, nearest.codes) and torch.equal(found.scales, nearest.scales)
