@@ -119,7 +119,9 @@ def matmul_tile(rows: int, group: int) -> MatmulTile:
     k = min(group & -group, 64)
     if rows <= 16:
         return MatmulTile(16, 128, k, 8, 3)
-    return MatmulTile(32 if rows <= 32 else 64, 64, k, 4, 2)
+    if rows <= 32:
+        return MatmulTile(32, 64, k, 4, 2)
+    return MatmulTile(64, 64, k, 8, 2)  # with 4 warps Triton 3.6 spills on sm_80
 
 
 def choose_splits(rows: int, out_features: int, in_features: int, group: int, tile: MatmulTile, processors: int) -> int:

@@ -72,11 +72,12 @@ def test_rotation_and_write_leave_what_the_plain_ones_leave(heads: int, kv_heads
 
 def test_a_negative_slot_writes_nothing_and_other_slots_stay() -> None:
     config = config_of(2, 1, 16)
-    kv, qkv = torch.full((6, 2, 1, 16), 7.0), randn(2, 4, 16)
+    memory, qkv = torch.full((7, 2, 1, 16), 7.0), randn(2, 4, 16)
+    kv = memory[1:]  # slot -1 lies in front of it
     cos, sin = rope_table(config, torch.float32)[:2].unsqueeze(2).unbind(1)
     rope_store(qkv[:, :3], qkv[:, 3:], cos, sin, torch.tensor([-1, 3]), kv)
-    changed = (kv != 7).flatten(1).any(1)
-    assert changed.tolist() == [False, False, False, True, False, False]
+    changed = (memory != 7).flatten(1).any(1)
+    assert changed.tolist() == [False, False, False, False, True, False, False]
 
 
 def test_another_store_is_written_in_its_own_way() -> None:
