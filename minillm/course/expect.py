@@ -122,12 +122,19 @@ def _scalar(value: Any) -> str:
 def _equal_sequences(got: Any, expected: Any, atol: float, rtol: float, what: str) -> None:
     if type(got) is not type(expected):
         _fail(what, f"got {describe(got)}, expected {describe(expected)}")
+    whole = ""
+    if max(len(got), len(expected)) <= 8 and all(isinstance(x, numbers.Real) for x in (*got, *expected)):
+        whole = f"; in all: got {show(got)}, expected {show(expected)}"
     for i, (g, e) in enumerate(zip(got, expected)):
-        expect_equal(g, e, atol, rtol, f"{what}[{i}]" if what else f"element [{i}]")
+        try:
+            expect_equal(g, e, atol, rtol, f"{what}[{i}]" if what else f"element [{i}]")
+        except Mismatch as wrong:
+            raise Mismatch(f"{wrong}{whole}") from None
     if len(got) != len(expected):
         longer, extra = (got, "too many") if len(got) > len(expected) else (expected, "missing")
         first = min(len(got), len(expected))
-        _fail(what, f"got {len(got)} elements, expected {len(expected)}; first {extra}: [{first}], {show(longer[first])}")
+        counts = f"got {len(got)} element{'' if len(got) == 1 else 's'}, expected {len(expected)}"
+        _fail(what, f"{counts}; first {extra}: [{first}], {show(longer[first])}{whole}")
 
 
 def _equal_mappings(got: Any, expected: Mapping[Any, Any], atol: float, rtol: float, what: str) -> None:

@@ -28,6 +28,8 @@ T = torch.tensor
         (True, 1, "expected the number 1"),
         ("3", 3, "got a str of 1, expected the number 3"),
         ([1, 2], [1, 2, 3], "got 2 elements, expected 3; first missing: [2], 3"),
+        ([3], [3, 2], "got 1 element, expected 2; first missing: [1], 2; in all: got [3], expected [3, 2]"),
+        ([4], [2], "element [0]: got 4, expected 2; in all: got [4], expected [2]"),
         ([1, 2, 3], [1, 2], "first too many: [2], 3"),
         ((1,), [1], "got a tuple of 1, expected a list of 1"),
         ([1, [2, 5]], [1, [2, 3]], "element [1][1]: got 5, expected 3"),
