@@ -104,7 +104,10 @@ def _core_random(f: Any) -> None:
         tiers = [draw.choice(["host", "disk"]) for _ in range(draw.randrange(9))]
         links = {name: Link(2 ** draw.uniform(6, 12), draw.choice([0.0, draw.uniform(0, 30)])) for name in ("host", "disk")}
         o = _offer(tiers, draw.choice([_linear, _attention]), draw.randrange(60), draw.randrange(1, 40), **links)
-        expect_equal(f(o), _best(o), what=f"{len(tiers)} blocks of {', '.join(tiers) or 'nothing'}")
+        speeds = "; ".join(f"{t}: {1024 / link.bandwidth:.3g} s a block after {link.latency:.3g} s" for t, link in links.items())
+        attends = " and 0.01 s a key" if o.prefill is _attention else ""
+        where = f"[{', '.join(tiers)}] behind {o.past} tokens, {o.rest} more; {speeds}; 1 s a token{attends}"
+        expect_equal(f(o), _best(o), what=where)
 
 
 def _core_nothing(f: Any) -> None:
@@ -128,6 +131,14 @@ def _core_past(f: Any) -> None:
     link = Link(1024 / 4.5)  # 4.5 s a block
     expect_equal(f(_offer(["host"] * 2, _attention, past=0, host=link)), 0, what="4.5 s to load a block, early tokens")
     expect_equal(f(_offer(["host"] * 2, _attention, past=400, host=link)), 2, what="the same behind 400 tokens")
+
+
+def _core_rest(f: Any) -> None:
+    def at_least_eight(past: int, new: int) -> float:
+        return max(8.0, float(new))
+
+    o = _offer(["host"] * 2, at_least_eight, rest=8, host=Link(1024.0))
+    expect_equal(f(o), 2, what="two blocks at 1 s each and 8 tokens more; a pass takes 1 s a token and 8 s at least")
 
 
 def _core_tie(f: Any) -> None:
@@ -178,6 +189,7 @@ CORE = Task(
         NamedCheck("edges: a slow start is paid once", _core_latency, hint=2),
         NamedCheck("edges: a prefix may be loaded in part", _core_prefix, hint=1),
         NamedCheck("edges: what is before the offer counts", _core_past, hint=2),
+        NamedCheck("edges: what is behind the offer counts", _core_rest, hint=2),
         NamedCheck("edges: a tie is computed", _core_tie, hint=3),
         NamedCheck("state: the offer is not changed", _core_state),
         NamedCheck("engine: the same tokens, and your decision", _core_engine, hint=3),

@@ -43,6 +43,10 @@ def forgets_what_is_before(offer):
     return min(range(len(offer.tiers) + 1), key=lambda n: _seconds(offer, n, past=False))
 
 
+def forgets_what_is_behind(offer):
+    return min(range(len(offer.tiers) + 1), key=lambda n: _seconds(offer, n, rest=False))
+
+
 def a_tie_is_loaded(offer):
     return min(range(len(offer.tiers) + 1), key=lambda n: (round(_seconds(offer, n), 9), -n))
 
@@ -215,6 +219,7 @@ WRONG = {
         (block_by_block, "random: against trying every number"),
         (a_start_for_every_block, "random: against trying every number"),
         (forgets_what_is_before, "random: against trying every number"),
+        (forgets_what_is_behind, "edges: what is behind the offer counts"),
         (a_tie_is_loaded, "edges: a tie is computed"),
         (asks_again_and_again, "budget: predictions"),
     ],
