@@ -78,6 +78,8 @@ def _compare(policy: Any, running: Sequence[int], waiting: Sequence[int], budget
 
 
 def _core_shape(policy: Any) -> None:
+    if not callable(policy):
+        raise Mismatch("check takes the class itself, not an object of it: the checks make objects of their own")
     for running, waiting, length in (((1, 1), (), 2), ((), (5,), 1), ((1, 9), (4, 3), 4)):
         got = _ask(policy, running, waiting, 64, 8)
         if len(got) != length:
@@ -281,7 +283,8 @@ BREAK = Task(
         "\"It has output, so it decodes\" is a guess about the past. What has a request left to compute when its KV was taken\n"
         "away after three tokens?",
         "start is computed. stop is at most prompt + outputs, and at most budget tokens later. samples: nothing is left then.",
-        "total = prompt + outputs; stop = min(total, computed + budget); return computed, stop, stop == total",
+        "total = prompt + outputs; the piece ends at computed + budget, or where nothing is left. Which stop means that the\n"
+        "logits of the newest token are there?",
     ),
 )  # fmt: skip
 
@@ -373,7 +376,7 @@ STRETCH = Task(
     (
         NamedCheck("shape", _stretch_shape, hint=2),
         NamedCheck("exact: a price by hand", _stretch_by_hand, hint=2),
-        NamedCheck("random: against trying every chunk", _stretch_random, hint=3),
+        NamedCheck("random: against trying every chunk", _stretch_random, hint=2),
         NamedCheck("edges: everything fits, nothing fits, exactly fits", _stretch_edges, hint=3),
         NamedCheck("edges: attention makes the last piece the dearest", _stretch_context, hint=1),
         NamedCheck("engine: on the roofline of a real model and card", _stretch_engine, hint=1),
