@@ -204,7 +204,7 @@ def padding_share(rows: int, most: int) -> float:
 
 
 def padding_figure(most: int, seen: Mapping[int, Timing] | None = None, here: int | None = None) -> Figure:
-    """Rows that are computed against rows that are wanted, and below them the measured time of a step of either."""
+    """Rows that are computed against rows that are wanted, and, on the right axis, the measured time of a step of either."""
     rule, rows = PowersOfTwo(), range(1, most + 1)
     fig, ax = figure(7.0, 3.4)
     ax.step(rows, [rule.bucket(n, most) for n in rows], where="mid", color=COLOURS[0], linewidth=1.8, label="rows computed")
@@ -213,6 +213,7 @@ def padding_figure(most: int, seen: Mapping[int, Timing] | None = None, here: in
         ax.plot([here, here], [here, rule.bucket(here, most)], color=COLOURS[1], linewidth=4, alpha=0.6, label="padding")
     ax.set_xlim(0, most + 1)
     ax.set_ylim(0, most + 2)
+    ax.yaxis.get_major_locator().set_params(integer=True)
     titled(ax, None, "requests that decode", "rows")
     if seen:
         other = ax.twinx()
@@ -222,6 +223,7 @@ def padding_figure(most: int, seen: Mapping[int, Timing] | None = None, here: in
             markersize=7, label="a step of so many rows, measured (ms, right)",
         )  # fmt: skip
         other.set_ylim(0, 1.25e3 * max(t.median for _, t in points))
+        other.set_ylabel("time of a step (ms)", fontsize=SMALL, color=INK)
         other.tick_params(labelsize=SMALL, colors=INK)
     fig.legend(loc="outside upper left", ncols=2, fontsize=SMALL, frameon=False)
     return fig
