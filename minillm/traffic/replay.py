@@ -24,7 +24,7 @@ def replay(
         raise ValueError("the engine has other work; a replay needs it idle")
     params = [SamplingParams(max_tokens=a.output_len, temperature=0.0, ignore_eos=True) for a in trace.arrivals]
     for a, p in zip(trace.arrivals, params, strict=True):
-        engine.admission.check(a.prompt, p)
+        engine.admission.check(engine.encode(a.prompt), p)
     pending = deque(zip(trace.arrivals, params, strict=True))
     plans: list[Step] = []
     steps: list[Step] = []

@@ -117,6 +117,13 @@ class Run:
     requests: tuple[Served, ...]
     steps: tuple[Step, ...] = field(repr=False)
 
+    def __post_init__(self) -> None:
+        if not self.requests:
+            raise ValueError("a run needs at least one request, got none")
+        for r in self.requests:
+            if not r.token_times:
+                raise ValueError(f"a run is of requests that were served; {r.request_id!r} has no token times")
+
     @property
     def seconds(self) -> float:
         """From the first arrival to the last token."""
@@ -128,8 +135,8 @@ class Run:
 
     @property
     def throughput(self) -> float:
-        """Output tokens per second."""
-        return self.output_tokens / self.seconds
+        """Output tokens per second; infinite where all of them took no time."""
+        return _rate(self.output_tokens, self.seconds)
 
     def ttft(self, q: float) -> float:
         """Seconds to the first token, percentile q in 0..100 over requests."""
@@ -160,7 +167,7 @@ class Run:
 
     def goodput(self, slo: SLO) -> float:
         """Requests per second that were served within both limits (Zhong et al. 2024, DistServe, arXiv 2401.09670)."""
-        return sum(r.meets(slo) for r in self.requests) / self.seconds
+        return _rate(sum(r.meets(slo) for r in self.requests), self.seconds)
 
     def slots(self) -> list[dict[int, Row]]:
         """For each step {slot: row}: a timeline. A request keeps its slot while it runs; then the next that starts has it."""
@@ -186,6 +193,10 @@ class Run:
             f"{len(self.steps)} steps: {self.throughput:.0f} tok/s; TTFT p50/p99 {ms[0]}/{ms[1]} ms, "
             f"TPOT {ms[2]}/{ms[3]} ms, ITL p99 {ms[4]} ms"
         )
+
+
+def _rate(count: int, seconds: float) -> float:
+    return count / seconds if seconds else math.inf if count else 0.0
 
 
 def _percentile(values: Sequence[float], q: float) -> float:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 from collections import deque
 from dataclasses import dataclass
 from typing import Any, Callable
@@ -98,7 +99,8 @@ def _simulate(trace: Trace, step_time: StepTime, options: EngineConfig, received
     requests = [_request(i, a, admission) for i, a in enumerate(trace.arrivals)]
     arrival_of = {r.request_id: a for r, a in zip(requests, trace.arrivals, strict=True)}
     times: dict[str, list[float]] = {r.request_id: [] for r in requests}
-    pending, steps, now = deque(requests), [], 0.0
+    pending, now = deque(requests), 0.0
+    steps: list[Step] = []
     never_seen = itertools.count(-1, -1)  # sampled tokens: equal to no others, so that a prefix cache finds only what was sent
     while pending or scheduler.has_work:
         if not scheduler.has_work:
@@ -113,7 +115,10 @@ def _simulate(trace: Trace, step_time: StepTime, options: EngineConfig, received
             step = dataclasses.replace(
                 step, rows=tuple(_as_received(row, s.request) for row, s in zip(step.rows, plan.scheduled))
             )
-        start, now = now, now + step_time(step)
+        took = step_time(step)
+        if not isinstance(took, (int, float)) or not 0 <= took < math.inf:
+            raise ValueError(f"step_time must give a finite number of seconds, at least 0, got {took!r:.60} in step {len(steps)}")
+        start, now = now, now + took
         steps.append(step.at(start, now))
         sampled = [s.request for s in plan.scheduled if s.catches_up]
         scheduler.launched(plan)

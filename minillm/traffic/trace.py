@@ -30,15 +30,20 @@ class Trace:
     arrivals: tuple[Arrival, ...]
 
     def __post_init__(self) -> None:
-        times = [a.time for a in self.arrivals]
-        if not times:
+        if not self.arrivals:
             raise ValueError("a trace needs at least one request, got none")
-        if times != sorted(times) or times[0] < 0 or not math.isfinite(times[-1]):
-            raise ValueError(f"arrival times must be finite, at least 0 and in order, got {times[:8]}")
-        for a in self.arrivals:
+        before = 0.0
+        for i, a in enumerate(self.arrivals):
+            if isinstance(a.time, str) or not before <= a.time < math.inf:  # also where the time is no number
+                rule = "arrival times must be finite, at least 0 and in order"
+                raise ValueError(f"{rule}; request {i} has {a.time!r} after {before!r}")
+            before = a.time
             check_whole("output_len", a.output_len)
-            if not a.prompt:
+            if not len(a.prompt):
                 raise ValueError("a prompt in a trace needs at least one token, got none")
+            bad = next((t for t in a.prompt if isinstance(t, bool) or not isinstance(t, (int, np.integer)) or t < 0), None)
+            if bad is not None:
+                raise ValueError(f"a prompt in a trace is token ids, whole numbers of at least 0; request {i} has {bad!r}")
 
     def __len__(self) -> int:
         return len(self.arrivals)
@@ -73,6 +78,8 @@ def bursty(n: int, rate: float, burstiness: float = 3.0, seed: int = 0) -> list[
     check_whole("n", n)
     check_positive("rate", rate)
     check_positive("burstiness", burstiness)
+    if not 1e-100 < burstiness < 1e100:  # its square has to be a number as well
+        raise ValueError(f"burstiness must lie between 1e-100 and 1e100, got {burstiness!r}")
     shape = burstiness**-2
     gaps = _generator(seed, 0).gamma(shape, 1 / (rate * shape), n)
     return [float(t) for t in np.cumsum(gaps)]
@@ -104,6 +111,8 @@ def exponential_lengths(n: int, mean: float, seed: int = 0) -> list[int]:
     """n whole numbers of at least 1, geometric: after each token the answer ends with probability 1 / mean."""
     check_whole("n", n)
     check_positive("mean", mean)
+    if mean > 1e15:  # the drawn lengths are 64-bit numbers
+        raise ValueError(f"mean must be at most 1e15, got {mean!r}")
     return [int(x) for x in _generator(seed, 3).geometric(1 / max(mean, 1.0), n)]
 
 
@@ -119,6 +128,7 @@ def make_trace(
         raise ValueError(f"{len(times)} times, {len(prompt_lens)} prompt and {len(output_lens)} output lengths; give one of each")
     for length in prompt_lens:
         check_whole("prompt length", length)
+    check_whole("vocab_size", vocab_size)
     if vocab_size <= low:
         raise ValueError(f"vocab_size must be above {low}, got {vocab_size}")
     random = _generator(seed, 4)
@@ -144,5 +154,6 @@ def _generator(seed: int, stream: int) -> np.random.Generator:
 
 def _check_range(low: int, high: int) -> None:
     check_whole("low", low)
+    check_whole("high", high)
     if high < low:
         raise ValueError(f"high must be at least low ({low}), got {high}")

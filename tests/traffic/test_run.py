@@ -59,5 +59,16 @@ def test_a_slot_is_kept_while_a_request_runs_and_then_given_to_the_next():
     assert slots == [{0: "a", 1: "b"}, {1: "b"}, {1: "b", 0: "c"}, {0: "c"}, {0: "c", 1: "d", 2: "b"}]
 
 
+def test_a_run_that_took_no_time_has_a_rate_all_the_same():
+    run = Run("at once", (Served("a", Arrival(0.0, (5,), 1), (0.0,)),), ())
+    assert run.throughput == run.goodput(SLO(1.0, 1.0)) == math.inf and run.goodput(SLO(-1.0, 1.0)) == 0.0
+
+
+@pytest.mark.parametrize("requests, words", [((), "at least one request"), ((A, Served("c", A.arrival, ())), "'c' has no token")])
+def test_a_run_without_requests_or_tokens_is_refused(requests, words):
+    with pytest.raises(ValueError, match=words):
+        Run("nothing", requests, STEPS)
+
+
 def test_a_run_says_what_it_was():
     assert "2 requests, 4 tokens in 4.00 s and 3 steps: 1 tok/s" in str(RUN)

@@ -137,6 +137,19 @@ def test_a_replay_refuses_a_busy_engine_and_requests_that_do_not_fit_before_it_s
         replay(engine, trace_of())
 
 
+def test_a_replay_refuses_a_token_outside_the_vocabulary_before_it_starts():
+    engine = tiny_engine()
+    with pytest.raises(ValueError, match="token id 99 is outside the vocabulary of 32"):
+        replay(engine, Trace("t", (Arrival(0, (5,), 3), Arrival(0, (99,), 1))))
+    assert engine.add_request([5], SamplingParams(max_tokens=1)) == "request-0", "nobody was sent"
+
+
+@pytest.mark.parametrize("seconds", [float("nan"), float("inf"), -1.0, "1", None])
+def test_a_step_time_that_is_no_time_is_refused(seconds):
+    with pytest.raises(ValueError, match=f"step_time must give .* got {seconds!r}"):
+        simulate(trace_of(), lambda step: seconds)
+
+
 def test_an_interrupted_replay_leaves_nothing_behind():
     engine = tiny_engine()
 

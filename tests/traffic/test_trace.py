@@ -92,6 +92,17 @@ def test_the_public_workload_is_256_requests_of_100_to_1024_tokens_at_once():
         (lambda: Trace("a", ()), "at least one request"),
         (lambda: Trace("a", (Arrival(0.0, (), 1),)), "at least one token"),
         (lambda: Trace("a", (Arrival(float("nan"), (1,), 1),)), "finite"),
+        (lambda: Trace("a", tuple(Arrival(t, (1,), 1) for t in (0.0, float("nan"), 2.0))), "finite.*request 1 has nan"),
+        (lambda: Trace("a", (Arrival("0", (1,), 1),)), "request 0 has '0'"),
+        (lambda: Trace("a", (Arrival(0.0, (1, -1), 1),)), "token ids.* request 0 has -1"),
+        (lambda: Trace("a", (Arrival(0.0, "ab", 1),)), "token ids.* request 0 has 'a'"),
+        (lambda: Trace("a", (Arrival(0.0, (1.5,), 1),)), "token ids.* request 0 has 1.5"),
+        (lambda: bursty(3, 1.0, 1e200), "burstiness .*1e.200"),
+        (lambda: bursty(3, 1.0, 1e-200), "burstiness .*1e-200"),
+        (lambda: exponential_lengths(3, 1e19), "mean .*1e.19"),
+        (lambda: uniform_lengths(3, 1, 10.5), "high .*10.5"),
+        (lambda: lognormal_lengths(3, 5, high=float("nan")), "high .*nan"),
+        (lambda: make_trace("a", [0.0], [1], [1], "32"), "vocab_size .*'32'"),
     ],
 )
 def test_what_cannot_be_is_refused_with_the_value(make, message):
