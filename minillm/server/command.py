@@ -69,7 +69,10 @@ def engine_options(args: argparse.Namespace) -> dict[str, Any]:
         name, equals, value = text.partition("=")
         if not equals or not name:
             raise ValueError(f"--option takes NAME=VALUE, got {text!r}")
-        chosen[name.replace("-", "_")] = _value(value)
+        name = name.replace("-", "_")
+        if name not in known:  # LLM has other arguments, which are no options of the engine
+            EngineConfig.from_options(**{name: None})
+        chosen[name] = _value(value)
     return chosen
 
 

@@ -31,6 +31,9 @@ class ServerOptions:
             value = getattr(self, text)
             if (value is not None or text == "host") and (not isinstance(value, str) or not value.strip()):
                 raise ValueError(f"{text} must be a text that is not empty, got {value!r}")
+        key = self.api_key
+        if key is not None and (key != key.strip() or not key.isascii() or not key.isprintable()):
+            raise ValueError("api_key must be printable ASCII without spaces around it, or no client's header can show it")
         limits = {"port": (0, 65_535), "max_waiting": (0, None), "max_choices": (1, None), "max_body_bytes": (1, None)}
         for name, (low, high) in limits.items():
             value = getattr(self, name)

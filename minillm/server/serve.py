@@ -42,15 +42,20 @@ class Server(uvicorn.Server):
         )
 
     def listen(self) -> socket.socket:
-        """Bind the socket; OSError if the address is taken or is not this machine's."""
-        (family, _, _, _, address), *_ = socket.getaddrinfo(self.options.host, self.options.port, type=socket.SOCK_STREAM)
+        """Take the address; OSError if it is taken already, is not this machine's, or is none."""
+        where = f"{self.options.host} port {self.options.port}"
+        try:
+            (family, _, _, _, address), *_ = socket.getaddrinfo(self.options.host, self.options.port, type=socket.SOCK_STREAM)
+        except (OSError, UnicodeError) as error:
+            raise OSError(f"cannot listen on {where}: {getattr(error, 'strerror', None) or error}") from error
         sock = socket.socket(family)
         try:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             sock.bind(address)
+            sock.listen(self.config.backlog)  # a socket that is bound only may be bound a second time by another server
         except OSError as error:
             sock.close()
-            raise OSError(f"cannot listen on {self.options.host} port {self.options.port}: {error.strerror}") from error
+            raise OSError(f"cannot listen on {where}: {error.strerror}") from error
         return sock
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:

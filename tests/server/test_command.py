@@ -14,6 +14,7 @@ from minillm.cli import build_parser, main
 from minillm.config import EngineConfig
 from minillm.server import serve as serve_module
 from minillm.server.command import engine_options
+from minillm.server.options import ServerOptions
 
 from .conftest import tiny
 
@@ -62,6 +63,25 @@ def test_a_mistake_is_one_line_before_any_model_is_loaded(
 def test_an_unknown_option_of_the_engine_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["serve", "--option", "blok_size=3"]) == 2
     assert "did you mean 'block_size'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["model", "tokenizer"])
+def test_an_argument_of_llm_is_no_option_of_the_engine(served: list[Any], capsys: pytest.CaptureFixture[str], name: str) -> None:
+    assert main(["serve", "--option", f"{name}=x"]) == 2 and served == []
+    assert f"unknown option '{name}'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("host", ["two words", "x" * 300])
+def test_a_host_that_is_none_is_named(host: str) -> None:
+    with pytest.raises(OSError, match=f"cannot listen on {host} port 0: "):
+        serve_module.Server(tiny(), ServerOptions(host=host, port=0)).listen()
+
+
+def test_a_port_is_taken_as_soon_as_one_server_has_it() -> None:
+    with serve_module.Server(tiny(), ServerOptions(port=0)).listen() as first:
+        port = first.getsockname()[1]
+        with pytest.raises(OSError, match=f"port {port}: "):
+            serve_module.Server(tiny(), ServerOptions(port=port)).listen()
 
 
 def test_a_port_that_is_taken_is_one_line(served: list[Any], monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:

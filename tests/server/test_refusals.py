@@ -216,7 +216,9 @@ def test_no_body_brings_the_server_down(server: Served, changes: dict[str, Any],
 
 @pytest.mark.parametrize("options, words", [
     ({"port": 70_000}, ["port", "65535", "70000"]), ({"port": True}, ["port"]), ({"max_waiting": -1}, ["max_waiting", "-1"]),
-    ({"max_choices": 0}, ["max_choices", "0"]), ({"api_key": ""}, ["api_key"]), ({"host": ""}, ["host"]),
+    ({"max_choices": 0}, ["max_choices", "0"]), ({"api_key": ""}, ["api_key"]),
+    ({"api_key": "secret\n"}, ["api_key", "spaces"]), ({"api_key": "clé"}, ["api_key", "ASCII"]),
+    ({"api_key": "a\0b"}, ["api_key"]), ({"host": ""}, ["host"]),
     ({"max_body_bytes": 0}, ["max_body_bytes"]), ({"grace_seconds": -1}, ["grace_seconds", "-1"]),
     ({"stall_seconds": 0}, ["stall_seconds", "0.001"]), ({"body_seconds": float("nan")}, ["body_seconds", "nan"]),
 ])  # fmt: skip
