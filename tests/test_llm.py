@@ -254,3 +254,9 @@ def test_the_engine_says_what_it_chose():
     text = repr(tiny_llm(num_blocks=20, block_size=4, max_num_seqs=3))
     for part in ("tiny", "float64", "cpu", "20 blocks of 4 tokens", "num_blocks=20", "3 requests", f"{MAX_LEN} tokens"):
         assert part in text
+
+
+@pytest.mark.parametrize("tokenizer, lacks", [("x", "decode, eos_token_ids"), (object(), "encode, decode, eos_token_ids")])
+def test_what_is_no_tokenizer_is_refused_when_the_engine_is_built(tokenizer, lacks):
+    with pytest.raises(ValueError, match=f"tokenizer must be None or a tokenizer, got .* which lacks {lacks}"):
+        LLM(tiny_model(), tokenizer=tokenizer, num_blocks=8)

@@ -16,6 +16,13 @@ class TokenizerLike(Protocol):
     def decode(self, ids: Sequence[int]) -> str: ...
 
 
+def check_tokenizer(tokenizer: object) -> None:
+    """ValueError for what is neither None nor a tokenizer, naming what it lacks."""
+    lacks = [part for part in ("encode", "decode", "eos_token_ids") if not hasattr(tokenizer, part)]
+    if tokenizer is not None and lacks:
+        raise ValueError(f"tokenizer must be None or a tokenizer, got {tokenizer!r:.60}, which lacks {', '.join(lacks)}")
+
+
 @dataclass(frozen=True)
 class Admission:
     """The limits of one engine. pool_tokens: KV slots of the whole pool. recompute_limit: tokens of a step where every step

@@ -16,7 +16,7 @@ import numpy as np
 from minillm.attention.torch_backend import precision_name
 from minillm.cache.snapshot import CacheSnapshot
 from minillm.config import EngineConfig
-from minillm.engine.admission import Admission, TokenizerLike
+from minillm.engine.admission import Admission, TokenizerLike, check_tokenizer
 from minillm.engine.assembly import assemble
 from minillm.engine.detokenizer import Detokenizer
 from minillm.engine.overlap import Flight, Inline, OneAhead
@@ -44,6 +44,7 @@ class Engine:
 
     def __init__(self, model: Transformer, tokenizer: TokenizerLike | None = None, options: EngineConfig | None = None):
         options = options or EngineConfig()
+        check_tokenizer(tokenizer)
         self.model, self.tokenizer, self.options = model, tokenizer, options
         parts = assemble(model, options)
         self.max_model_len, self.pool_size, self.store = parts.max_model_len, parts.pool_size, parts.store
