@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections import Counter
 from typing import Callable, Iterable, Sequence
 
 from minillm.attention.window import Window
@@ -45,6 +46,7 @@ class CacheManager:
         self.window = window
         self.reserve = reserve
         self._copies: dict[int, int] = {}  # target: source, which stays referenced until the copy has run
+        self._sources: Counter[int] = Counter()  # those references, of copies that are planned or in flight
 
     def blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
@@ -159,7 +161,7 @@ class CacheManager:
         first = (start if matched else request.num_computed_tokens) // self.block_size
         others = 0 if matched else 1  # holders of a block that nobody but this request has
         written = range(first, min(self.blocks_for(num_tokens), len(table)))
-        shared = [i for i in written if self.pool.ref_count(table[i]) > others]
+        shared = [i for i in written if self._holders(table[i]) > others]
         total = self.blocks_for(num_tokens if self.reserve is None else max(num_tokens, self.reserve(request)))
         need = len(shared) + max(0, total - len(table))
         self._make_room(need, protected=set(matched))
@@ -176,15 +178,29 @@ class CacheManager:
     def _copy(self, block: int, target: int) -> None:
         """The holder of a shared block gets a copy in its place. What is itself still to be copied has its content elsewhere."""
         self._copies[target] = source = self._copies.get(block, block)
-        self.pool.acquire([source])
+        self._keep_source(source)
         self.release([block])
+
+    def _holders(self, block: int) -> int:
+        """Requests that have the block in their tables. A copy of it reads what nobody writes any more: it is no holder."""
+        return self.pool.ref_count(block) - self._sources[block]
+
+    def _keep_source(self, block: int) -> None:
+        self.pool.acquire([block])
+        self._sources[block] += 1
+
+    def _release_sources(self, blocks: Iterable[int]) -> None:
+        blocks = list(blocks)
+        self._sources.subtract(blocks)
+        self._sources += Counter()  # forget those that nobody copies any more
+        self.release(blocks)
 
     def copies_launched(self) -> None:
         """The copies are on their way, with a step that hands them back in the end, done or not."""
         self._copies = {}
 
     def copies_done(self, copies: Sequence[tuple[int, int]]) -> None:
-        self.release(source for source, _ in copies)
+        self._release_sources(source for source, _ in copies)
 
     def copies_failed(self, copies: Sequence[tuple[int, int]]) -> None:
         """Nobody knows which of them have run: they are to run again. Those of the youngest step first."""
@@ -192,8 +208,8 @@ class CacheManager:
             for other, its_source in self._copies.items():
                 if its_source == target:  # which has not got its content
                     self._copies[other] = source
-                    self.pool.acquire([source])
-                    self.release([target])
+                    self._keep_source(source)
+                    self._release_sources([target])
             self._copies[target] = source
 
     def _has_room(self, request: Request, num_tokens: int) -> bool:
@@ -283,10 +299,12 @@ class CacheManager:
             freed = self.pool.release(blocks, keep)
             sources = [self._copies.pop(b) for b in freed if b in self._copies]
             if sources:
-                self.release(sources)
+                self._release_sources(sources)
 
     def tokens_without_slots(self, requests: Iterable[Request]) -> int:
         """Computed tokens of these requests without a slot of their own: another request has it, or the window left it behind."""
         gone = sum(r.blocks.count(NULL_BLOCK) for r in requests) if self.window.size is not None else 0
-        # what is shared is full: a partial block is replaced before it is written to. Sources of copies wait for their copy.
-        return (gone + self.pool.num_shared - len(self._copies)) * self.block_size
+        # what is shared is full: a partial block is replaced before it is written to. The source of a copy is held by its copy as
+        # well, and by nobody else where its last request has gone.
+        copied = sum(n if self._holders(block) else n - 1 for block, n in self._sources.items())
+        return (gone + self.pool.num_shared - copied) * self.block_size

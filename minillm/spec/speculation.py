@@ -40,7 +40,8 @@ class Speculation:
         if not any(lengths):
             return plan
         drafts = dict(zip(decoding, self._checked(self.proposer.propose(decoding, lengths), decoding, lengths), strict=True))
-        return replace(plan, scheduled=[s.with_draft(drafts.get(s.request, NO_DRAFT)) for s in plan.scheduled])
+        scheduled = [s.with_draft(drafts.get(s.request, NO_DRAFT)) for s in plan.scheduled]
+        return replace(plan, scheduled=scheduled, copies=cache.copies)  # slots for drafts may have asked for more of them
 
     def _reserve(self, request: Request, share: int, cache: CacheManager) -> int:
         """Tokens to draft for this request, with slots for them."""

@@ -211,6 +211,36 @@ def test_a_copy_that_the_pool_cannot_give_changes_nothing():
     m.pool.check()
 
 
+@pytest.mark.parametrize("launched", [False, True])
+def test_a_block_that_is_only_copied_is_written_to_in_place(launched):
+    m, first, second = pair()
+    blocks, hit = m.fork(second)
+    m.allocate(second, 6, blocks, hit)
+    copies = m.copies
+    if launched:
+        m.copies_launched()
+    assert m.allocate(first, 8) == [] and first.blocks == [1, 2] and m.copies == ([] if launched else copies)
+
+
+@pytest.mark.parametrize("launched", [False, True])
+def test_a_copy_that_is_still_to_run_shares_no_tokens(launched):
+    m, first, second = pair()
+    blocks, hit = m.fork(second)
+    m.allocate(second, 6, blocks, hit)
+    copies = m.copies
+    if launched:
+        m.copies_launched()
+    assert m.tokens_without_slots([first, second]) == 4, "the full block, which both have"
+    m.free(first)
+    assert m.tokens_without_slots([second]) == 0 and m.pool.ref_count(2) == 1
+    if launched:
+        m.copies_failed(copies)
+    m.copies_launched()
+    m.copies_done(copies)
+    m.free(second)
+    assert m.pool.num_free == m.pool.num_blocks and m.tokens_without_slots([]) == 0
+
+
 def test_a_target_that_is_freed_before_its_copy_ran_is_not_copied_to():
     m, first, second = pair()
     blocks, hit = m.fork(second)

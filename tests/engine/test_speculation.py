@@ -97,6 +97,17 @@ def test_greedy_output_is_that_of_decoding_without_drafts(
     assert [o.token_ids for o in outputs] == [greedy(p, tokens) for p in prompts]
 
 
+@pytest.mark.parametrize("block", [1, 4, 5])
+@pytest.mark.parametrize("who", sorted(PROPOSERS))
+def test_samples_of_one_prompt_draft_beside_each_other(who, block):
+    llm = LLM(tiny_model(), block_size=block, num_blocks=64, **PROPOSERS[who]())
+    poison_freed_blocks(llm.engine)
+    prompt = [5, 9, 3, 7, 2, 8]
+    for out in llm.generate([prompt], SamplingParams(n=3, max_tokens=10, ignore_eos=True)):
+        assert out.token_ids == greedy(prompt, 10)
+    assert llm.engine.cache.pool.num_free == 64, "no copy of a shared block is forgotten"
+
+
 @pytest.mark.parametrize("who", ["ngram", "layers", "mtp", "oracle"])
 def test_seeded_sampling_gives_the_same_tokens_where_drafts_are_certain(who):
     """A drafting model draws its drafts for requests that sample: there the promise is the distribution, not the tokens."""
