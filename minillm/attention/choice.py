@@ -23,7 +23,9 @@ def make_backend(options: EngineConfig, config: ModelConfig, dtype: torch.dtype,
             )
         backend: AttentionBackend = options.attention_backend
         return backend
-    windows = [w for w in (config.sliding_window, window) if w is not None]
+    # what reaches further than the model does is as good as that, and is a number that tensors can hold
+    windows = [min(w, config.max_position) for w in (config.sliding_window, window) if w is not None]
+    sinks = min(sinks, config.max_position)
     if sinks and not windows:
         raise ValueError(f"attention_sinks={sinks} without a window: every key is seen anyway; set attention_window")
     narrowest = min(windows, default=None)

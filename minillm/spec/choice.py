@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import operator
+import os
 from pathlib import Path
 from typing import Sequence
 
@@ -23,7 +25,8 @@ def make_speculation(options: EngineConfig, model: Transformer, num_slots: int, 
     if options.speculative is None:
         return None
     proposer = _proposer(options, model, num_slots, block_size)
-    longest, room = options.num_draft_tokens, options.max_draft_batch
+    room = options.max_draft_batch
+    longest = min(options.num_draft_tokens, room, model.config.max_position)  # no draft can be longer than that
     return Speculation(proposer, longest, room, model.config.vocab_size, options.adaptive_drafts)
 
 
@@ -48,7 +51,7 @@ def _proposer(options: EngineConfig, model: Transformer, num_slots: int, block_s
 
 def draft_model(chosen: Transformer | Sequence[int], model: Transformer) -> Transformer:
     """The drafter: a model of the same vocabulary, or some layers of the target, which costs no memory but its KV."""
-    draft = chosen if isinstance(chosen, Transformer) else model.skipping(chosen)
+    draft = chosen if isinstance(chosen, Transformer) else model.skipping(_layers(chosen))
     mine, theirs = draft.config.vocab_size, model.config.vocab_size
     if mine != theirs:
         raise ValueError(f"draft_model has a vocabulary of {mine} tokens, the target {theirs}; they must be the same")
@@ -58,8 +61,18 @@ def draft_model(chosen: Transformer | Sequence[int], model: Transformer) -> Tran
     return draft
 
 
+def _layers(chosen: Sequence[int]) -> list[int]:
+    try:
+        return [operator.index(i) for i in chosen]
+    except TypeError:
+        what = "a Transformer, or numbers of the target's layers"
+        raise ValueError(f"draft_model for speculative='draft' must be {what}, got {chosen!r:.60}") from None
+
+
 def _head_file(chosen: str | Path | None, model: Transformer) -> Path:
     if chosen is not None:
+        if not isinstance(chosen, (str, os.PathLike)):
+            raise ValueError(f"draft_model for speculative='mtp' must be the file of a head, got {chosen!r:.60}")
         return Path(chosen)
     file = HEADS / f"{model.config.name}.safetensors"
     if not file.exists():

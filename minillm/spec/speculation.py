@@ -61,10 +61,22 @@ class Speculation:
         return self._lengths[request.request_id]
 
     def _checked(self, answer: Sequence[Draft], requests: Sequence[Request], lengths: Sequence[int]) -> list[Draft]:
-        name, drafts = type(self.proposer).__name__, list(answer)
+        name = type(self.proposer).__name__
+        try:
+            drafts = list(answer)
+        except TypeError:
+            raise ValueError(f"proposer {name} must return one draft for each request, got {answer!r:.60}") from None
         if len(drafts) != len(requests):
             raise ValueError(f"proposer {name} returned {len(drafts)} drafts for {len(requests)} requests")
         for draft, length in zip(drafts, lengths, strict=True):
+            if not isinstance(draft, Draft):
+                raise ValueError(f"proposer {name} must return Drafts, got {draft!r:.60}")
+            if not all(hasattr(t, "__index__") for t in draft.token_ids):
+                raise ValueError(f"proposer {name} drafted {draft.token_ids!r:.60}, which are no token ids")
+            shape = (len(draft), self.vocab_size)
+            if draft.probs is not None and tuple(getattr(draft.probs, "shape", ())) != shape:
+                what = getattr(draft.probs, "shape", draft.probs)
+                raise ValueError(f"proposer {name} gave probs of shape {what!r:.60}; those of a draft of {shape[0]} are {shape}")
             if len(draft) > length:
                 raise ValueError(f"proposer {name} drafted {len(draft)} tokens where at most {length} were asked for")
             bad = next((t for t in draft.token_ids if not 0 <= operator.index(t) < self.vocab_size), None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 
 import pytest
@@ -95,6 +96,40 @@ def test_greedy_output_is_that_of_decoding_without_drafts(
     }  # fmt: skip
     outputs, _ = serve(prompts, SamplingParams(max_tokens=tokens, ignore_eos=True), **options, **PROPOSERS[who]())
     assert [o.token_ids for o in outputs] == [greedy(p, tokens) for p in prompts]
+
+
+@pytest.mark.parametrize(
+    ("answer", "message"),
+    [
+        (None, "one draft for each request, got None"), ([None], "Drafts, got None"), ([[3]], r"Drafts, got \[3\]"),
+        ([Draft((1.5,))], "1.5"), ([Draft("a")], "no token ids"),
+        ([Draft((3,), torch.ones(1, 5))], "5"), ([Draft((3,), torch.ones(2, VOCAB))], "2"), ([Draft((3,), [[0.5]])], "0.5"),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_what_is_no_draft_is_refused_by_name(answer, message):
+    class Wrong:
+        def propose(self, requests, lengths):
+            return answer
+
+    with pytest.raises(ValueError, match=f"proposer Wrong.*{message}"):
+        always(6, Wrong())
+
+
+@pytest.mark.parametrize(
+    ("kind", "value"),
+    [("draft", ["a"]), ("draft", "01"), ("draft", 0), ("draft", [0.0]), ("mtp", 5), ("mtp", [0]), ("mtp", b"x")],
+)
+def test_a_draft_model_of_a_wrong_kind_is_refused(kind, value):
+    with pytest.raises(ValueError, match=f"draft_model for speculative='{kind}' must be .*, got {re.escape(repr(value))}"):
+        tiny_engine(speculative=kind, draft_model=value)
+
+
+def test_a_limit_of_very_many_drafted_tokens_costs_nothing():
+    engine = tiny_engine(speculative="ngram", num_draft_tokens=2**70, max_draft_batch=2**70)
+    engine.add_request([5, 6] * 5, SamplingParams(max_tokens=6, ignore_eos=True))
+    (out,) = run_to_end(engine).values()
+    assert out.token_ids == greedy([5, 6] * 5, 6)
 
 
 @pytest.mark.parametrize("block", [1, 4, 5])

@@ -195,3 +195,10 @@ def test_a_request_with_a_strip_is_never_preempted(options):
 def test_an_allocation_that_cannot_be_is_refused(options, message):
     with pytest.raises(ValueError, match=message):
         EngineConfig(**options)
+
+
+@pytest.mark.parametrize(("window", "sinks"), [(2**70, 0), (2**70, 2**70), (3, 2**70)])
+def test_a_window_beyond_any_text_hides_nothing(window, sinks):
+    llm = LLM(tiny_model(), attention_window=window, attention_sinks=sinks)
+    (out,) = llm.generate([[5, 9, 3, 7, 2]], SamplingParams(max_tokens=6, ignore_eos=True))
+    assert out.token_ids == greedy([5, 9, 3, 7, 2], 6)
