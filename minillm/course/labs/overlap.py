@@ -9,6 +9,7 @@ from typing import Any, Callable, Mapping, Sequence
 import ipywidgets as w
 import torch
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 from matplotlib.patches import Patch
 
 from minillm.attention.torch_backend import TorchAttention
@@ -213,7 +214,7 @@ def padding_figure(most: int, seen: Mapping[int, Timing] | None = None, here: in
         ax.plot([here, here], [here, rule.bucket(here, most)], color=COLOURS[1], linewidth=4, alpha=0.6, label="padding")
     ax.set_xlim(0, most + 1)
     ax.set_ylim(0, most + 2)
-    ax.yaxis.get_major_locator().set_params(integer=True)
+    ax.yaxis.set_major_locator(MaxNLocator(integer=True))
     titled(ax, None, "requests that decode", "rows")
     if seen:
         other = ax.twinx()
