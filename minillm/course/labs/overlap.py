@@ -9,8 +9,8 @@ from typing import Any, Callable, Mapping, Sequence
 import ipywidgets as w
 import torch
 from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator
 from matplotlib.patches import Patch
+from matplotlib.ticker import MaxNLocator
 
 from minillm.attention.torch_backend import TorchAttention
 from minillm.cache.kv_store import PlainKVStore
