@@ -90,6 +90,16 @@ class FreesAtOnce(Right):
         return list(reversed(blocks))
 
 
+class Leaks(Right):
+    """Says what became free, and does not put it back."""
+
+    def release(self, blocks):
+        freed = super().release(blocks)
+        for block in freed:
+            self.free.remove(block)
+        return freed
+
+
 class HeadFirst(Right):
     def release(self, blocks):
         return super().release(list(reversed(blocks)))
@@ -171,7 +181,7 @@ NOTHING, MISUSE = "edges: nothing, and a pool of one block", "edges: blocks that
 STATE = "state: pools and tables are independent"
 CORE = (
     (ATuple, "shape"), (SaysNothing, "shape"), (Borrows, "shape"), (GivesWhatThereIs, HAND), (NoticesTooLate, HAND),
-    (KeepsThemInTheList, HAND), (FreesAtOnce, HAND), (HeadFirst, HAND), (DoesNotCount, HAND), (OffsetFirst, HAND),
+    (KeepsThemInTheList, HAND), (FreesAtOnce, HAND), (Leaks, HAND), (HeadFirst, HAND), (DoesNotCount, HAND), (OffsetFirst, HAND),
     (SlotsOfTheIndex, HAND), (OneIsAlwaysKept, RANDOM), (NothingIsNone, RANDOM), (SharesFreeBlocks, MISUSE),
     (CountsUntilItFails, MISUSE), (FreesTwice, MISUSE), (EmptiesTheTable, STATE), (OnePoolForAll, HAND),
 )  # fmt: skip
