@@ -217,6 +217,8 @@ class CacheManager:
         if self.reserve is not None or num_tokens > len(request.blocks) * self.block_size:
             return False
         first, last = request.num_computed_tokens // self.block_size, (num_tokens - 1) // self.block_size
+        if first == last:
+            return self.pool.ref_count(request.blocks[first]) == 1
         return max(map(self.pool.ref_count, request.blocks[first : last + 1]), default=1) == 1
 
     def _make_room(self, need: int, protected: set[int]) -> None:

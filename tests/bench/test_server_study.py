@@ -15,7 +15,7 @@ def test_a_round_measures_the_same_texts_both_ways() -> None:
     try:
         for turn in (0, 1):
             found = study.measure(state, turn)
-            assert found["tokens"] == 18 and found["direct_s"] > 0 and found["served_s"] > 0
+            assert found["equal_texts"] == 1 and found["tokens"] == 18 and found["direct_s"] > 0 and found["served_s"] > 0
             assert 0 < found["served_first_s"] <= found["served_s"] and 0 < found["direct_first_s"] <= found["direct_s"]
         assert not state.llm.engine.has_work
     finally:
@@ -25,7 +25,8 @@ def test_a_round_measures_the_same_texts_both_ways() -> None:
 
 def test_the_bar_is_the_ratio_of_the_rates() -> None:
     found = {"tokens": 100, "direct_s": 9.0, "served_s": 10.0, "direct_first_s": 1.0, "served_first_s": 2.0, "client_cpu_s": 0.5}
-    assert [bar.value(found) for bar in study.BARS] == [0.9, 10.0, 2.0, 0.05]
+    found["equal_texts"] = 0.75
+    assert [bar.value(found) for bar in study.BARS] == [0.9, 10.0, 2.0, 0.05, 0.75]
     assert study.BARS[0].judge([found])["met"] is False and study.BARS[0].at_least == 0.92
 
 

@@ -26,6 +26,7 @@ BARS = (
     Bar("output tok/s, streamed", lambda r: r["tokens"] / r["served_s"]),
     Bar("TTFT, streamed / engine called directly", lambda r: r["served_first_s"] / r["direct_first_s"]),
     Bar("processor time of the clients, share of a core", lambda r: r["client_cpu_s"] / r["served_s"]),
+    Bar("answers that are equal both ways", lambda r: r["equal_texts"]),
 )
 
 
@@ -64,9 +65,11 @@ def measure(state: State, turn: int) -> dict[str, float]:
     ways = [("direct", direct), ("served", served)]
     for name, way in ways[:: -1 if turn % 2 else 1]:
         found[name] = way(state, state.tokens)
-    if found["direct"][3] != found["served"][3]:
-        raise RuntimeError("the server's texts are not the engine's")
+    pairs = list(zip(found["direct"][3], found["served"][3], strict=True))
     return {
+        # in 16 bits a near-tie falls either way when other requests share the step: texts may differ, that they are equal is tested
+        # in float64
+        "equal_texts": sum(a == b for a, b in pairs) / len(pairs),
         "tokens": len(state.prompts) * state.tokens, "direct_s": found["direct"][0], "served_s": found["served"][0],
         "direct_first_s": found["direct"][1], "served_first_s": found["served"][1], "client_cpu_s": found["served"][2],
     }  # fmt: skip
