@@ -67,8 +67,7 @@ def measure(state: State, turn: int) -> dict[str, float]:
         found[name] = way(state, state.tokens)
     pairs = list(zip(found["direct"][3], found["served"][3], strict=True))
     return {
-        # in 16 bits a near-tie falls either way when other requests share the step: texts may differ, that they are equal is tested
-        # in float64
+        # in 16 bits a near-tie falls either way when other requests share the step; that texts are equal is tested in float64
         "equal_texts": sum(a == b for a, b in pairs) / len(pairs),
         "tokens": len(state.prompts) * state.tokens, "direct_s": found["direct"][0], "served_s": found["served"][0],
         "direct_first_s": found["direct"][1], "served_first_s": found["served"][1], "client_cpu_s": found["served"][2],
