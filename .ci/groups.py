@@ -55,10 +55,10 @@ class Group:
 
 
 GROUPS = (
-    Group("unit", ("tests",), budget=500, options=PARALLEL, ignored=OTHERS, one_thread=True),
-    Group("notebooks", ("chapters", "solutions", "tests/notebooks"), budget=680, options=(*PARALLEL, *NBVAL)),
-    Group("exercises", ("tests/exercises",), budget=100, options=PARALLEL, one_thread=True),
-    Group("browser", ("tests/browser",), budget=330),
+    Group("unit", ("tests",), budget=440, options=PARALLEL, ignored=OTHERS, one_thread=True),
+    Group("notebooks", ("chapters", "solutions", "tests/notebooks"), budget=760, options=(*PARALLEL, *NBVAL), one_thread=True),
+    Group("exercises", ("tests/exercises",), budget=90, options=PARALLEL, one_thread=True),
+    Group("browser", ("tests/browser",), budget=320),
 )
 
 
