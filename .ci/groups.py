@@ -55,10 +55,10 @@ class Group:
 
 
 GROUPS = (
-    Group("unit", ("tests",), budget=440, options=PARALLEL, ignored=OTHERS, one_thread=True),
-    Group("notebooks", ("chapters", "solutions", "tests/notebooks"), budget=760, options=(*PARALLEL, *NBVAL), one_thread=True),
-    Group("exercises", ("tests/exercises",), budget=90, options=PARALLEL, one_thread=True),
-    Group("browser", ("tests/browser",), budget=320),
+    Group("unit", ("tests",), budget=410, options=PARALLEL, ignored=OTHERS, one_thread=True),
+    Group("notebooks", ("chapters", "solutions", "tests/notebooks"), budget=580, options=(*PARALLEL, *NBVAL), one_thread=True),
+    Group("exercises", ("tests/exercises",), budget=70, options=PARALLEL, one_thread=True),
+    Group("browser", ("tests/browser",), budget=555),
 )
 
 
