@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import json
 import os
 import re
 import secrets
@@ -54,6 +55,17 @@ class Server:
     @property
     def log(self) -> str:
         return (self.folder / "lab.log").read_text(encoding="utf-8", errors="replace")
+
+    def end_kernels(self) -> None:
+        """Each holds a model or several: those of all lessons together are more than a small machine has room for."""
+        for session in json.loads(self._ask("GET", "")):
+            self._ask("DELETE", f"/{session['id']}")
+
+    def _ask(self, method: str, path: str) -> bytes:
+        headers = {"Authorization": f"token {self.token}"}
+        request = urllib.request.Request(f"{self.url}/api/sessions{path}", headers=headers, method=method)
+        with urllib.request.urlopen(request, timeout=30) as answer:
+            return bytes(answer.read())
 
 
 @pytest.fixture(scope="session")
@@ -191,3 +203,4 @@ def open_notebook(server: Server, browser: Any, request: pytest.FixtureRequest) 
         if request.session.testsfailed > failed_before:
             notebook.screenshot(f"{request.node.name}_failed")
         notebook.page.close()
+    server.end_kernels()
