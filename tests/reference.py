@@ -18,11 +18,12 @@ from minillm import ModelConfig, SamplingParams, Transformer
 class Reference:
     """Plain causal language model over the dense weights of a Transformer (default rope only).
 
-    window: keys that a token sees, the model's own unless said; sinks: first keys that every token sees beside them.
+    window: keys that a token sees, the model's own unless said; sinks: first keys that every token sees beside them. kv_dtype:
+    what K after its rotation and V are rounded to, each token and head by itself.
     """
 
-    def __init__(self, model: Transformer, window: int | None = None, sinks: int = 0):
-        self.window, self.sinks = window or model.config.sliding_window, sinks
+    def __init__(self, model: Transformer, window: int | None = None, sinks: int = 0, kv_dtype: str = "auto"):
+        self.window, self.sinks, self.kv_dtype = window or model.config.sliding_window, sinks, kv_dtype
         self.config: ModelConfig = model.config
         self.weights = {name: tensor.clone() for name, tensor in model.dense_weights().items()}
         self._continuations: dict[tuple[int, ...], list[int]] = {}
@@ -58,7 +59,7 @@ class Reference:
         q, k, v = heads.split([c.num_heads, c.num_kv_heads, c.num_kv_heads], dim=1)
         if c.qk_norm:
             q, k = self._norm(q, f"{p}.q_norm.weight"), self._norm(k, f"{p}.k_norm.weight")
-        q, k = self._rotate(q), self._rotate(k)
+        q, k, v = self._rotate(q), rounded(self._rotate(k), self.kv_dtype), rounded(v, self.kv_dtype)
         distance = torch.arange(length)[:, None] - torch.arange(length)[None, :]
         hidden = distance < 0
         if self.window is not None:
@@ -84,6 +85,16 @@ class Reference:
         bias = self.weights.get(f"{name}.bias")
         y = x @ self.weights[f"{name}.weight"].T
         return y if bias is None else y + bias
+
+
+def rounded(x: Tensor, kv_dtype: str) -> Tensor:
+    """x [..., head_dim] as a store of this kv_dtype gives it back, from the definition."""
+    if kv_dtype == "auto":
+        return x
+    reach = x.abs().amax(-1, keepdim=True).float().double()
+    if kv_dtype == "int8":
+        return (x * 127 / reach).round() / 127 * reach
+    return (x * 448 / reach).to(torch.float8_e4m3fn).double() / 448 * reach
 
 
 @dataclass(frozen=True)

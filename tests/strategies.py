@@ -54,8 +54,8 @@ def tiny_model(group: int = 3, window: int | None = None) -> Transformer:
 
 
 @cache
-def reference(group: int = 3, window: int | None = None, sinks: int = 0) -> Reference:
-    return Reference(tiny_model(group), window, sinks)
+def reference(group: int = 3, window: int | None = None, sinks: int = 0, kv_dtype: str = "auto") -> Reference:
+    return Reference(tiny_model(group), window, sinks, kv_dtype)
 
 
 # 0 and 1 end a text. Characters of one to four bytes, whole and in pieces, and "a", "b", "ab", "xa" for stop strings.
@@ -253,3 +253,5 @@ views = st.sampled_from([(None, 0), (None, 0), (4, 0), (4, 0), (1, 0), (4, 3), (
 
 models = st.tuples(st.sampled_from(GROUPS), views).map(lambda m: (m[0], *m[1]))
 """A group size, a window and its sinks: what ``reference`` takes."""
+
+kv_dtypes = st.sampled_from(["auto", "auto", "int8", "fp8"])

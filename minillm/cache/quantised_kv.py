@@ -22,15 +22,17 @@ class QuantisedKVStore:
 
     A row x is stored as x / reach · largest, rounded, where largest is 127 for int8 and 448 for fp8 (e4m3). Rows are quantised
     when they are written and read back that way at once, by the step that wrote them too: no output depends on how a prompt was
-    cut into chunks. The largest value comes back exactly, so that writing what was read changes nothing.
+    cut into chunks. The largest value comes back exactly, so that writing what was read changes nothing. A row that holds NaN or
+    infinity comes back as NaN; no other token or head notices. raw_tensors: all of it, for whoever moves bytes.
     """
 
     def __init__(self, kind: str, values: Sequence[Tensor], reaches: Sequence[Tensor], dtype: torch.dtype):
         self.kind, self.values, self.reaches, self.dtype = kind, list(values), list(reaches), dtype
         self.largest = LARGEST[kind]
+        self.raw_tensors = [*self.values, *self.reaches]
         self.num_slots = self.values[0].shape[0]
         self._kv_shape = self.values[0].shape[1:]
-        self.bytes_per_token = sum(t[0].nbytes for t in (*self.values, *self.reaches))
+        self.bytes_per_token = sum(t[0].nbytes for t in self.raw_tensors)
 
     @classmethod
     def allocate(

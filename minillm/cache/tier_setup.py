@@ -26,7 +26,7 @@ from minillm.paths import cache_dir
 from minillm.perf.roofline import prefill_work
 from minillm.perf.transfer import Link, PrefillRate, load_or_recompute
 
-FORMAT = 1
+FORMAT = 2
 NEUTRAL = frozenset(
     (
         "dtype device seed max_model_len max_num_seqs max_num_batched_tokens block_size num_blocks kv_memory kv_cache allocation "

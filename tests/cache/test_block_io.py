@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from minillm.cache.block_io import BlockIO
 from minillm.cache.kv_store import PlainKVStore
+from minillm.cache.quantised_kv import QuantisedKVStore
 
 from ..strategies import tiny_config
 
@@ -111,3 +112,41 @@ def test_k_and_v_may_differ_in_shape():
     assert io.nbytes == 4 * store.bytes_per_token
     assert torch.equal(store.k[:, 8:], k[:, :4]) and torch.equal(store.v[:, :4], v[:, 8:])
     assert torch.equal(store.v[:, 4:8], v[:, 4:8])
+
+
+@settings(max_examples=40)
+@given(
+    st.sampled_from(["int8", "fp8"]), st.sampled_from([torch.float32, torch.bfloat16, torch.float16]), st.integers(1, 4),
+    st.permutations(range(5)), st.integers(0, 9),
+)  # fmt: skip
+def test_a_quantised_block_travels_in_its_own_bits_whatever_they_are(kind, dtype, block_size, target, seed):
+    """Any bits at all, also those of NaN and of reaches that no row could have."""
+    store = QuantisedKVStore.allocate(kind, CONFIG, block_size * 5, dtype)
+    io = BlockIO(store, CONFIG.num_layers, block_size)
+    assert io.nbytes == store.bytes_per_token * block_size
+    raw = [t.view(torch.uint8) for t in (*store.values, *store.reaches)]
+    for i, t in enumerate(raw):
+        t.copy_(torch.randint(0, 256, t.shape, generator=torch.Generator().manual_seed(10 * seed + i), dtype=torch.uint8))
+    before = [t.clone().unflatten(0, (5, block_size)) for t in raw]
+    contents = io.get(range(5))
+    assert all(c.untyped_storage().nbytes() == io.nbytes for c in contents), "one that leaves takes its memory along"
+    store.poison(torch.arange(5 * block_size))
+    io.put(target, contents)
+    for t, old in zip(raw, before, strict=True):
+        assert torch.equal(t.unflatten(0, (5, block_size))[list(target)], old)
+
+
+def test_bytes_of_another_kind_of_store_are_refused_and_both_are_named():
+    plain = BlockIO(filled(torch.bfloat16), CONFIG.num_layers, 3)
+    eight = BlockIO(QuantisedKVStore.allocate("fp8", CONFIG, 15, torch.bfloat16), CONFIG.num_layers, 3)
+    with pytest.raises(ValueError, match=rf"float8_e4m3fn \[2, 2, 4\].* has {eight.nbytes} bytes, got {plain.nbytes}"):
+        eight.put([1], plain.get([1]))
+    with pytest.raises(ValueError, match=rf"bfloat16 K \[2, 4\].* has {plain.nbytes} bytes, got {eight.nbytes}"):
+        plain.put([1], eight.get([1]))
+
+
+def test_a_store_that_hides_a_part_of_its_memory_is_refused():
+    store = QuantisedKVStore.allocate("int8", CONFIG, 15, torch.float32)
+    store.raw_tensors = store.values
+    with pytest.raises(ValueError, match="QuantisedKVStore does not keep what it gave out"):
+        BlockIO(store, CONFIG.num_layers, 3)

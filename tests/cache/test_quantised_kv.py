@@ -76,6 +76,31 @@ def test_one_large_value_does_not_reach_other_tokens_or_heads(kind):
     assert torch.equal(with_it[0, 1], without[0, 1]) and torch.equal(with_it[0, 0, 1], without[0, 0, 1])
 
 
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("kind", ["int8", "fp8"])
+def test_a_row_that_is_not_finite_comes_back_as_nan_and_no_other_row_notices(kind, dtype, bad):
+    store = QuantisedKVStore.allocate(kind, CONFIG, 4, dtype)
+    k = torch.rand(2, CONFIG.num_kv_heads, 4).to(dtype)
+    spoilt = k.clone()
+    spoilt[0, 1, 2] = bad
+    store.write(0, torch.tensor([1, 2]), spoilt, k)
+    got, v = store.read(0, torch.tensor([[1, 2]]))
+    assert got[0, 0, 1].isnan().all(), "a fault must not come back as a plausible number"
+    store.write(0, torch.tensor([1, 2]), k, k)
+    clean, _ = store.read(0, torch.tensor([[1, 2]]))
+    assert torch.equal(got[0, 0, 0], clean[0, 0, 0]) and torch.equal(got[0, 1], clean[0, 1]) and torch.isfinite(v).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("kind", ["int8", "fp8"])
+def test_the_largest_numbers_of_a_dtype_do_not_overflow(kind, dtype):
+    most = torch.finfo(dtype).max
+    store, k = written(kind, dtype, torch.tensor([[most, -most, most / 2, 1.0], [most] * 4]))
+    back, _ = store.read(1, torch.arange(1, 3)[None])
+    assert torch.isfinite(back).all() and torch.equal(back[0, 1], k[1]) and torch.equal(back[0, 0, :, :2], k[0, :, :2])
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kind", ["int8", "fp8"])
 def test_bytes_per_token_are_those_of_every_tensor_of_the_store(kind, dtype):

@@ -23,6 +23,7 @@ from ..strategies import (
     FakeTokenizer,
     WatchedAttention,
     engine_options,
+    kv_dtypes,
     models,
     poison_freed_blocks,
     reference,
@@ -70,17 +71,18 @@ class Sent:
 
 class EngineMachine(RuleBasedStateMachine):
     @initialize(
-        model=models, options=engine_options(needed=18, max_model_len=MAX_MODEL_LEN), own=st.booleans(), tiers=tier_options
-    )
-    def build(self, model, options, own, tiers):
-        self.model = model
+        model=models, options=engine_options(needed=18, max_model_len=MAX_MODEL_LEN), own=st.booleans(), tiers=tier_options,
+        kv_dtype=kv_dtypes,
+    )  # fmt: skip
+    def build(self, model, options, own, tiers, kv_dtype):
+        self.model, self.view = (*model, kv_dtype), model[1:]
         if own and options["prefix_cache"] == "hash":  # somebody's own object at the seam
             options["prefix_cache"] = DictPrefixCache(options["block_size"])
         self.cached = options["prefix_cache"] != "none"
-        self.backend = WatchedAttention(*model[1:])
+        self.backend = WatchedAttention(*self.view)
         if self.cached:
             options |= tiers
-        config = EngineConfig(**options, attention_backend=self.backend, max_model_len=MAX_MODEL_LEN)
+        config = EngineConfig(**options, kv_dtype=kv_dtype, attention_backend=self.backend, max_model_len=MAX_MODEL_LEN)
         self.engine = Engine(tiny_model(*self.model[:2]), TOKENIZER, config)
         poison_freed_blocks(self.engine)
         self.sent: dict[str, Sent] = {}
@@ -271,7 +273,7 @@ class EngineMachine(RuleBasedStateMachine):
 
     def only_unseen_blocks_are_gone(self, r):
         """By the definition of a window: a block is gone if and only if all its keys are behind the window and no sinks."""
-        (window, sinks), size = self.model[1:], self.engine.cache.block_size
+        (window, sinks), size = self.view, self.engine.cache.block_size
         query = r.num_landed_tokens - (r.num_landed_tokens == r.prompt_len and len(r.family) > 1)
         for i, block in enumerate(r.blocks):
             keys = range(i * size, (i + 1) * size)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from minillm import LLM, EngineConfig, SamplingParams
 from minillm.cache.kv_store import PlainKVStore
-from minillm.cache.tiers import DiskTier, HostTier
+from minillm.cache.tiers import AROUND, DiskTier, HostTier
 from minillm.engine.engine import Engine
 from minillm.model.transformer import Transformer
 
@@ -18,6 +18,7 @@ from ..cache.dict_prefix import DictPrefixCache
 from ..strategies import (
     MAX_LEN,
     WatchedAttention,
+    kv_dtypes,
     models,
     poison_freed_blocks,
     reference,
@@ -435,9 +436,9 @@ turns = st.lists(st.lists(st.tuples(few, st.integers(1, 8)), min_size=1, max_siz
 @settings(max_examples=60)
 @given(models, turns, st.integers(1, 5), st.integers(0, 3), st.integers(1, 40), st.integers(1, 5), st.integers(1, 9),
        st.sampled_from([None, 1, 3, 40]), st.sampled_from(["back", "through"]), st.integers(0, 9),
-       st.sampled_from(KINDS))  # fmt: skip
+       st.sampled_from(KINDS), kv_dtypes)  # fmt: skip
 def test_output_equals_cold_under_any_history(
-    tmp_path_factory, model, turns, block_size, slack, budget, seqs, host, disk, write, stops, kind
+    tmp_path_factory, model, turns, block_size, slack, budget, seqs, host, disk, write, stops, kind, kv_dtype
 ):
     needed = max(slots_needed(p, SamplingParams(max_tokens=n)) for turn in turns for p, n in turn)
     config = tiny_model(model[0]).config
@@ -446,7 +447,7 @@ def test_output_equals_cold_under_any_history(
     options = EngineConfig(
         prefix_cache=prefix(kind, block_size), block_size=block_size, num_blocks=-(-needed // block_size) + slack,
         max_num_batched_tokens=budget, max_num_seqs=seqs, host_cache=host * block, cache_write=write,
-        attention_window=model[1], attention_sinks=model[2],
+        attention_window=model[1], attention_sinks=model[2], kv_dtype=kv_dtype,
         disk_cache=disk and disk * (block + 72), disk_folder=folder if disk else None,
         tier_policy=lambda offer: len(offer.tiers) if stops else len(offer.tiers) // 2,
     )  # fmt: skip
@@ -456,7 +457,7 @@ def test_output_equals_cold_under_any_history(
         names = [engine.add_request(p, SamplingParams(max_tokens=n, ignore_eos=True)) for p, n in turn]
         done = run_to_end(engine)
         for name, (prompt, n) in zip(names, turn, strict=True):
-            assert done[name].token_ids == tuple(reference(*model).greedy(prompt, min(n, MAX_LEN - len(prompt))))
+            assert done[name].token_ids == tuple(reference(*model, kv_dtype).greedy(prompt, min(n, MAX_LEN - len(prompt))))
             assert done[name].num_loaded_tokens <= done[name].num_cached_tokens < len(prompt) + n
         pool = engine.cache.pool
         pool.check()
@@ -468,12 +469,19 @@ def test_output_equals_cold_under_any_history(
 
 
 @pytest.mark.parametrize("kv_dtype", ["int8", "fp8"])
-def test_quantised_kv_comes_back_as_it_was(kv_dtype):
-    options = {"kv_dtype": kv_dtype, "num_blocks": 5}
-    plain = [LLM(tiny_model(), block_size=B, **options).generate(p, SamplingParams(max_tokens=5))[0] for p in (A, *OTHERS[:2], A)]
-    tiered = LLM(tiny_model(), block_size=B, prefix_cache="radix", host_cache=10**6, tier_policy="always", **options)
-    outs = [tiered.generate(p, SamplingParams(max_tokens=5))[0] for p in (A, *OTHERS[:2], A)]
-    assert [o.token_ids for o in outs] == [o.token_ids for o in plain] and outs[-1].num_loaded_tokens == 12
+def test_quantised_kv_comes_back_as_it_was_and_moves_its_own_bytes_only(kv_dtype, tmp_path):
+    """A token's row in a head is 4 values of one byte and a float32; in float64 it is 32 bytes."""
+    few = BLOCK * (4 + 4) // 32
+    engine = tiered_engine(host=None, disk=40, kv_dtype=kv_dtype, disk_folder=tmp_path, cache_write="through")
+    cold = [tuple(reference(kv_dtype=kv_dtype).greedy(p, 5)) for p in (A, *OTHERS[:2], A)]
+    done = []
+    for prompt in (A, *OTHERS[:2], A):
+        name = engine.add_request(prompt, SamplingParams(max_tokens=5, ignore_eos=True))
+        done.append(run_to_end(engine)[name])
+    assert [out.token_ids for out in done] == cold and done[-1].num_loaded_tokens == 12
+    assert engine.meter.tier_read_bytes == 3 * few
+    files = [file.stat().st_size for file in tmp_path.rglob("*.kv")]
+    assert engine.meter.tier_write_bytes == len(files) * few and set(files) == {few + AROUND}
 
 
 @pytest.mark.parametrize("overlap", [False, True])
