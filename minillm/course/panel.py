@@ -13,6 +13,7 @@ from matplotlib.figure import Figure
 
 from minillm.course.live import LiveView
 from minillm.course.style import png
+from minillm.perf.workers import release_workers
 
 _measuring = threading.Lock()  # two measurements at once would disturb each other
 PROGRESS_SECONDS = 0.1  # at most ten progress messages a second
@@ -119,6 +120,7 @@ class Panel(LiveView):
             self._error = None
             start, self._busy = not self._busy, True
         if start:
+            release_workers()
             threading.Thread(target=self._work, name=f"panel {self.name}", daemon=True).start()
 
     def _work(self) -> None:

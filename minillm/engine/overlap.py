@@ -18,6 +18,7 @@ from typing import Callable
 from minillm.engine.runner import Step, StepResult
 from minillm.engine.scheduler import SchedulerOutput
 from minillm.perf.meter import StepCounts
+from minillm.perf.workers import release_workers
 
 Run = Callable[[Step, "StepResult | None"], StepResult]
 
@@ -70,5 +71,6 @@ class OneAhead:
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="minillm-model")
 
     def submit(self, run: Run, step: Step, before: Flight | None) -> "Future[StepResult]":
+        release_workers()  # of the calling thread: the model's thread computes now
         # a step behind one that failed fails with it: it would compute on tokens that there are not
         return self._thread.submit(lambda: run(step, before.result() if before else None))

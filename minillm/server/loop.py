@@ -13,6 +13,7 @@ from typing import Callable, Protocol, Sequence
 
 from minillm.engine.engine import Engine
 from minillm.engine.request import RequestOutput
+from minillm.perf.workers import release_workers
 from minillm.sampling_params import SamplingParams
 from minillm.server.errors import ApiError, closing, failed, overloaded
 
@@ -207,6 +208,8 @@ class EngineLoop:
     def _take_orders(self) -> bool:
         """Do what the event loop asked for; wait for it when there is nothing to compute. False: the end."""
         wait = not self.engine.has_work
+        if wait:
+            release_workers()  # whoever computes meanwhile in this process needs them
         while True:
             try:
                 order = self._inbox.get(block=wait)

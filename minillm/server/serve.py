@@ -15,6 +15,7 @@ from typing import Iterator
 import uvicorn
 
 from minillm.llm import LLM
+from minillm.perf.workers import release_workers
 from minillm.server.api import Service, create_app
 from minillm.server.options import ServerOptions
 
@@ -83,6 +84,7 @@ def serve(llm: LLM, options: ServerOptions) -> None:
     # uvicorn sends itself the signal again once it has shut down; by then there is nothing left to interrupt
     before = {s: signal.signal(s, lambda *_: None) for s in (signal.SIGINT, signal.SIGTERM)}
     try:
+        release_workers()  # this thread loaded the model; from here on the engine's thread computes
         server.run([sock])
     finally:
         for number, handler in before.items():
@@ -113,6 +115,7 @@ def serving(llm: LLM, options: ServerOptions | None = None) -> Iterator[Running]
     sock = server.listen()
     thread = threading.Thread(target=server.run, args=([sock],), name="minillm-server", daemon=True)
     url = url_of(sock)
+    release_workers()
     thread.start()
     try:
         while not server.started and thread.is_alive():
