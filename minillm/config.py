@@ -191,7 +191,8 @@ class EngineConfig:
     kv_dtype: "auto" keeps KV in the model's dtype; "int8" or "fp8" in one byte per element and a scale per token and head.
     kv_store: "plain", or a callable (config, num_slots, dtype, device) that makes a KVStore: a class of one's own.
     attention_backend, prefix_cache: a name, or an object that implements the seam.
-    quantization: None, "rtn", "awq" or "gptq" (4 bits, groups of 64, the head in 8 bits), a QuantConfig, or a LinearMethod.
+    quantization: None, "rtn", "awq" or "gptq" (4 bits, groups of 64, the head in 8 bits), "w8a8" or "fp8" (8 bits, activations
+        too), a QuantConfig, or a LinearMethod.
     prefix_cache: "none"; "hash" (a table of blocks) or "radix" (a tree) keep what finished and running requests computed.
     host_cache, disk_cache: bytes of memory and of disk for KV that the pool has no room for, or a Tier object; they need a prefix
     cache. disk_folder: where the files lie; None is a folder of the user's cache. cache_write: "back" copies a block down when

@@ -22,8 +22,15 @@ import torch
 from minillm import kernels
 from minillm.perf.units import KIB
 
-MODULES = ("flash_prefill", "paged_decode", "fused", "matmul")
-TYPES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16", torch.int32: "i32", torch.int64: "i64"}
+MODULES = ("flash_prefill", "paged_decode", "fused", "matmul", "int8_matmul")
+TYPES = {
+    torch.float32: "fp32",
+    torch.float16: "fp16",
+    torch.bfloat16: "bf16",
+    torch.int32: "i32",
+    torch.int64: "i64",
+    torch.int8: "i8",
+}
 
 
 @dataclass(frozen=True)
@@ -123,7 +130,7 @@ def recording() -> Iterator[list[Launch]]:
 def cases(target: Target) -> dict[str, Callable[[], object]]:
     """The configurations shipped for a target, by name: heads of 64 and 128 in 16 bits, as SmolLM2 and larger Llamas have
     them."""
-    from minillm.kernels import flash_prefill, fused, matmul, paged_decode
+    from minillm.kernels import flash_prefill, fused, int8_matmul, matmul, paged_decode
 
     def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device="meta")
@@ -158,6 +165,11 @@ def cases(target: Target) -> dict[str, Callable[[], object]]:
             empty(rows, k), int32(k, n // 8), empty(k // group, n), int32(k // group, n // 8), group, None, splits
         )
 
+    def w8a8(rows: int) -> None:
+        k = n = 8192
+        x, weight = empty(rows, k, dtype=torch.int8), empty(n, k, dtype=torch.int8)
+        int8_matmul.int8_matmul(x, weight, empty(n, dtype=torch.float32), torch.bfloat16)
+
     return {
         "D=64": lambda: prefill(64, 9, 3),
         "D=128": lambda: prefill(128, 32, 8),
@@ -174,6 +186,10 @@ def cases(target: Target) -> dict[str, Callable[[], object]]:
         "32 rows, split": lambda: w4a16(32, 2),
         "64 rows": lambda: w4a16(64, 1),
         "dense": lambda: w4a16(65),
+        "16 rows, int8": lambda: w8a8(16),
+        "64 rows, int8": lambda: w8a8(64),
+        "512 rows, int8": lambda: w8a8(512),
+        "tokens of 4096": lambda: int8_matmul.round_rows(empty(32, 4096), 2.0**-100),
     }
 
 

@@ -33,9 +33,3 @@ def search_scales(weight: Tensor, seen: Seen, bits: int, group: int, symmetric: 
 
 def _normalised(scales: Tensor) -> Tensor:
     return scales / (scales.max() * scales.min()).sqrt()
-
-
-def shared_magnitude(magnitude: Tensor, kv_heads: int, head_dim: int) -> Tensor:
-    """Mean over the query heads that read the same value head: [heads * head_dim] → the same shape, equal within a group."""
-    grouped = magnitude.view(kv_heads, -1, head_dim)
-    return grouped.mean(1, keepdim=True).expand_as(grouped).reshape(-1)

@@ -16,6 +16,7 @@ from minillm.model.transformer import Layer, Transformer
 
 ROW_TOKENS = 256
 MAX_ROWS = 16
+SAMPLE = 128
 LINEARS = {
     "self_attn.qkv_proj": lambda layer: layer.attention.qkv,
     "self_attn.o_proj": lambda layer: layer.attention.out,
@@ -27,17 +28,21 @@ LINEARS = {
 
 @dataclass(frozen=True)
 class Seen:
-    """The inputs x [rows, in] of one linear layer, in the two sums that quantisers ask for.
+    """The inputs x [rows, in] of one linear layer, in what quantisers ask for.
 
-    gram: mean of x xᵀ [in, in]; with it the mean squared error of any other weight is exact. magnitude: mean of |x| [in].
+    gram: mean of x xᵀ [in, in]; with it the mean squared error of any other weight is exact. magnitude: mean of |x| [in]. peak:
+    largest |x| [in]. sample: at most 128 of the inputs themselves [rows, in], for those who round inputs.
     """
 
     gram: Tensor
     magnitude: Tensor
+    peak: Tensor
+    sample: Tensor
 
     @classmethod
     def of(cls, x: Tensor) -> "Seen":
-        return cls(x.T @ x / len(x), x.abs().mean(0))
+        chosen = torch.arange(min(len(x), SAMPLE), device=x.device) * len(x) // min(len(x), SAMPLE)
+        return cls(x.T @ x / len(x), x.abs().mean(0), x.abs().amax(0), x[chosen])
 
     def loss(self, weight: Tensor, other: Tensor) -> float:
         """Mean over inputs of the squared distance between their products with two weights [out, in]."""

@@ -16,10 +16,12 @@ Packed = Mapping[str, Tensor | None]
 
 @dataclass(frozen=True)
 class Traffic:
-    """Bytes that one product moves besides its rows: weights read, and intermediates of its own written and read."""
+    """Bytes that one product moves besides its rows: weights read, and intermediates of its own written and read. precision: in
+    which it multiplies, where that is not the layer's dtype."""
 
     weight_bytes: int
     scratch_bytes: int = 0
+    precision: str = ""
 
 
 class LinearMethod(Protocol):
@@ -142,7 +144,7 @@ class Linear(nn.Module):
         element = self.dtype.itemsize
         traffic = self.traffic(rows)
         return Work(
-            flops={str(self.dtype).removeprefix("torch."): 2 * rows * self.in_features * self.out_features},
+            flops={traffic.precision or str(self.dtype).removeprefix("torch."): 2 * rows * self.in_features * self.out_features},
             weight_bytes=traffic.weight_bytes,
             activation_bytes=rows * (self.in_features + self.out_features) * element + traffic.scratch_bytes,
             launches=1,

@@ -12,13 +12,17 @@ from torch import Tensor
 
 from minillm.engine.admission import TokenizerLike
 from minillm.model.transformer import Layer, Transformer
-from minillm.quant.awq import search_scales, shared_magnitude
+from minillm.quant.awq import search_scales
 from minillm.quant.calibrate import LINEARS, Seen, calibration_rows, layer_by_layer
 from minillm.quant.config import QuantConfig
+from minillm.quant.fold import fold_scales, multiply_inputs, shared_by_heads
+from minillm.quant.fp8 import FP8Linear
 from minillm.quant.gptq import gptq
 from minillm.quant.grid import Codes, group_size, quantise
 from minillm.quant.group_linear import GroupLinear
 from minillm.quant.linear import Linear, LinearMethod, PlainLinear, default_method
+from minillm.quant.smooth import smooth_layer
+from minillm.quant.w8a8 import W8A8Linear
 
 log = logging.getLogger("minillm")
 
@@ -37,12 +41,17 @@ class QuantMethods:
             if c.head_bits is None:
                 return default_method(self.dtype, self.device)
             return GroupLinear(c.head_bits, -1, True, c.dense_from, name=name)
+        if c.method == "w8a8":
+            return W8A8Linear(codes=self._codes.pop(name, None), name=name)
+        if c.method == "fp8":
+            return FP8Linear(name=name)
         return GroupLinear(c.bits, c.group, c.symmetric, c.dense_from, codes=self._codes.pop(name, None), name=name)
 
 
 @dataclass(frozen=True)
 class LayerLoss:
-    """Mean squared error of a linear layer's output on calibration inputs: rounded to nearest, and as the method chose."""
+    """Mean squared error of a linear layer's output on calibration inputs: rounded to nearest, and as the method chose. For
+    "w8a8" inputs are rounded too."""
 
     name: str
     nearest: float
@@ -51,11 +60,13 @@ class LayerLoss:
 
 @dataclass
 class Fitted:
-    """What a method found. weights: the fused tensors that belong to the codes (AWQ rescales norms and rows)."""
+    """What a method found. weights: the fused tensors that belong to the codes (AWQ and W8A8 rescale norms and rows). strengths:
+    of W8A8's migration by layer, None where there is none."""
 
     weights: dict[str, Tensor]
     codes: dict[str, Codes] = field(default_factory=dict)
     losses: list[LayerLoss] = field(default_factory=list)
+    strengths: dict[str, float | None] = field(default_factory=dict)
 
 
 def quantise_model(
@@ -64,8 +75,8 @@ def quantise_model(
 ) -> Transformer:  # fmt: skip
     """A quantised copy of a model in dtype (its own unless said); the model stays as it is.
 
-    "awq" and "gptq" run it over config.calibration. ValueError: in_features that are no multiple of the group, text without a
-    tokenizer, weights that are not finite.
+    "awq", "gptq" and "w8a8" run it over config.calibration. ValueError: in_features that are no multiple of the group, text
+    without a tokenizer, weights that are not finite.
     """
     dtype, device = dtype or model.dtype, device or model.device
     fitted = fit(model, config, tokenizer)
@@ -79,6 +90,10 @@ def describe(model: Transformer, config: QuantConfig) -> str:
     """The grid, how it is multiplied by, and what a step reads of it with few and with many rows."""
     layer: Layer = model.layers[0]  # type: ignore[assignment]
     sample = layer.attention.qkv
+    if isinstance(sample.method, W8A8Linear):
+        return f"{config.description}; {sample.method.gemm.about if sample.method.gemm else ''}"
+    if isinstance(sample.method, FP8Linear):
+        return f"{config.description}; {sample.method.about(sample._buffers['e4m3'])}"  # type: ignore[arg-type]
     kind = next(name for name in ("int4", "int8", "codes") if name in sample._buffers)
     how = {"int4": "torch's int4 kernel", "int8": "torch's int8 kernel", "codes": "dequantised tile by tile"}[kind]
     method = sample.method
@@ -104,8 +119,8 @@ def fit(model: Transformer, config: QuantConfig, tokenizer: TokenizerLike | None
             for name, find in LINEARS.items():
                 full = f"{prefix}.{name}"
                 fitted.codes[full] = quantise(find(layer).weight, config.bits, config.group, config.symmetric, full)
-    else:
-        step = _fit_awq if config.method == "awq" else _fit_gptq
+    elif config.method != "fp8":
+        step = {"awq": _fit_awq, "gptq": _fit_gptq, "w8a8": _fit_w8a8}[config.method]
         layer_by_layer(work, calibration_rows(config.calibration, tokenizer, work), partial(step, work, config, fitted))
     fitted.weights = work.dense_weights()
     return fitted
@@ -121,31 +136,35 @@ def _fit_gptq(
 
 
 def _fit_awq(work: Transformer, config: QuantConfig, fitted: Fitted, prefix: str, layer: Layer, seen: Mapping[str, Seen]) -> None:
-    c, attention, mlp = work.config, layer.attention, layer.mlp
-    seen = dict(seen)
-    before = {name: (find(layer).weight, seen[name]) for name, find in LINEARS.items()}
+    c, now = work.config, dict(seen)
+    before = {}
 
     def scaled(name: str) -> Tensor:
-        """Scale one layer's input channels; what makes its input must be divided by what is returned."""
         linear, at = LINEARS[name](layer), seen[name]
         if name == "self_attn.o_proj":  # query heads that share a value head must share its scales
-            at = replace(at, magnitude=shared_magnitude(at.magnitude, c.num_kv_heads, c.head_dim))
+            at = replace(at, magnitude=shared_by_heads(at.magnitude, c.num_kv_heads, c.head_dim))
         before[name] = linear.weight, seen[name]
         scales = search_scales(linear.weight, at, config.bits, config.group, config.symmetric, f"{prefix}.{name}")
-        linear.replace(linear.weight * scales, linear.bias)
-        seen[name] = Seen(seen[name].gram / torch.outer(scales, scales), seen[name].magnitude / scales)
+        multiply_inputs(layer, name, scales)
+        now[name] = replace(seen[name], gram=seen[name].gram / torch.outer(scales, scales))
         return scales
 
-    # first the two whose scales go into rows of another layer, then the two whose scales go into a norm
-    by_head = scaled("self_attn.o_proj").view(c.num_kv_heads, -1, c.head_dim)[:, 0].reshape(-1)
-    _divide_last_rows(attention.qkv, by_head)
-    _divide_last_rows(mlp.gate_up, scaled("mlp.down_proj"))
-    for name, norm in (("self_attn.qkv_proj", layer.attention_norm), ("mlp.gate_up_proj", layer.mlp_norm)):
-        norm.weight = norm.weight / scaled(name)
+    fold_scales(c, layer, scaled)
     for name, find in LINEARS.items():
         linear, full = find(layer), f"{prefix}.{name}"
         codes = quantise(linear.weight, config.bits, config.group, config.symmetric, full)
-        _keep(config, fitted, full, linear, codes, seen[name], before[name])
+        _keep(config, fitted, full, linear, codes, now[name], before[name])
+
+
+def _fit_w8a8(
+    work: Transformer, config: QuantConfig, fitted: Fitted, prefix: str, layer: Layer, seen: Mapping[str, Seen]
+) -> None:
+    def keep(name: str, codes: Codes, nearest: float, chosen: float, strength: float | None) -> None:
+        fitted.codes[name] = codes
+        fitted.losses.append(LayerLoss(name, nearest, chosen))
+        fitted.strengths[name] = strength
+
+    smooth_layer(work, config.migration, keep, prefix, layer, seen)
 
 
 def _keep(
@@ -159,9 +178,3 @@ def _keep(
     fitted.losses.append(LayerLoss(name, inputs.loss(weight, nearest), seen.loss(linear.weight, rounded)))
     fitted.codes[name] = codes
     linear.replace(rounded, linear.bias)
-
-
-def _divide_last_rows(linear: Linear, scales: Tensor) -> None:
-    rows = torch.ones(linear.out_features, dtype=scales.dtype, device=scales.device)
-    rows[-len(scales) :] = scales
-    linear.replace(linear.weight / rows[:, None], None if linear.bias is None else linear.bias / rows)

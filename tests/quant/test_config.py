@@ -13,12 +13,15 @@ from minillm.quant.linear import PlainLinear
 @pytest.mark.parametrize(
     "wrong, named",
     [
-        ({"method": "gguf"}, "method must be one of 'rtn', 'awq', 'gptq', got 'gguf'"), ({"bits": 5}, "bits must be one of 2, 3, 4, 8, got 5"),
+        ({"method": "gguf"}, "method must be one of 'rtn', 'awq', 'gptq', 'w8a8', 'fp8', got 'gguf'"), ({"bits": 5}, "bits must be one of 2, 3, 4, 8, got 5"),
         ({"bits": True}, "bits"), ({"bits": 4.5}, "bits"), ({"head_bits": 16}, "head_bits must be one of 2, 3, 4, 8, got 16"),
         ({"group": 0}, "group must be a whole number of at least 1, or -1 for one per channel, got 0"), ({"group": -2}, "got -2"),
         ({"group": 32.0}, "32.0"), ({"group": None}, "None"), ({"symmetric": 1}, "symmetric must be True or False, got 1"),
         ({"dense_from": 0}, "dense_from must be a whole number of at least 1, None or 'auto', got 0"), ({"dense_from": "never"}, "never"),
-        ({"calibration": "text"}, "calibration must be a list"), ({"calibration": []}, "calibration must be a list"),
+        ({"method": "w8a8", "bits": 4}, "bits of 'w8a8' is always 8, got 4"), ({"method": "fp8", "group": 64}, "group of 'fp8' is always -1, got 64"),
+        ({"method": "w8a8", "symmetric": False}, "symmetric of 'w8a8' is always True, got False"),
+        ({"migration": 1.1}, "migration must be 0 to 1, None or 'search', got 1.1"), ({"migration": True}, "got True"), ({"migration": "most"}, "most"),
+        ({"migration": float("nan")}, "got nan"), ({"calibration": "text"}, "calibration must be a list"), ({"calibration": []}, "calibration must be a list"),
     ],
 )  # fmt: skip
 def test_a_mistake_is_named_with_its_value(wrong, named):
@@ -26,7 +29,7 @@ def test_a_mistake_is_named_with_its_value(wrong, named):
         QuantConfig(**wrong)
 
 
-@pytest.mark.parametrize("good", [None, "rtn", "awq", "gptq", QuantConfig(bits=3), PlainLinear()])
+@pytest.mark.parametrize("good", [None, "rtn", "awq", "gptq", "w8a8", "fp8", QuantConfig(bits=3), PlainLinear()])
 def test_the_engine_takes_a_name_a_config_or_a_method(good):
     assert EngineConfig(quantization=good).quantization == good
 
@@ -39,5 +42,8 @@ def test_the_engine_refuses_anything_else(bad):
 
 def test_a_config_says_what_it_is():
     assert QuantConfig("awq").description == "AWQ, 4 bits, asymmetric, groups of 64, head in 8 bits"
+    assert QuantConfig("w8a8").description == "W8A8, weights per channel and activations per token, migration searched, head in 8 bits"
+    assert "migration none" in QuantConfig("w8a8", migration=None).description
+    assert QuantConfig("fp8", head_bits=None).description.endswith("head as it was")
     channel = QuantConfig(bits=3, group=-1, symmetric=True, head_bits=None)
     assert channel.description == "RTN, 3 bits, symmetric, per channel, head as it was"
