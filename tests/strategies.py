@@ -248,6 +248,18 @@ def engine_options(draw, needed: int, max_model_len: int = MAX_LEN) -> dict[str,
     }  # fmt: skip
 
 
+@st.composite
+def with_drafts(draw, options: st.SearchStrategy[dict[str, Any]]) -> dict[str, Any]:
+    """The same engines, and where they can draft, some of them do."""
+    chosen = draw(options)
+    layers: list[dict[str, Any]] = [{"speculative": "draft", "draft_model": chosen} for chosen in ([0], [0, 1])]
+    drafting = draw(st.sampled_from([{}, {"speculative": "ngram"}, *layers]))
+    if not drafting or chosen["kv_cache"] == "none" or chosen["overlap"] or "static" in chosen["batching"]:
+        return chosen
+    how = {"num_draft_tokens": draw(st.integers(1, 6)), "max_draft_batch": draw(st.sampled_from([2, 8, 64]))}
+    return chosen | drafting | how | {"adaptive_drafts": draw(st.booleans())}
+
+
 views = st.sampled_from([(None, 0), (None, 0), (4, 0), (4, 0), (1, 0), (4, 3), (1, 1), (3, 6)])
 """A window and its sinks."""
 

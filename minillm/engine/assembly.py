@@ -61,7 +61,7 @@ def assemble(model: Transformer, options: EngineConfig) -> Parts:
 
     compiled = compile_step(options, model, store, backend) if options.compile else None
     graphs = DecodeGraphs.of(options, max_model_len, model, store, backend, compiled)
-    speculation = make_speculation(options, model, store.num_slots, size.block_size)
+    speculation = make_speculation(options, model, store.num_slots, size.block_size, view)
     wants_states = speculation is not None and speculation.wants_states
     runner = ModelRunner(model, store, backend, size.block_size, compiled, graphs, wants_states)
     if cache.tiers is not None:

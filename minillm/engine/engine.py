@@ -204,8 +204,11 @@ class Engine:
                 faults.append(fault)
         work = flight.step.work
         if self.speculation:
-            self.speculation.learn(flight.step.seats, result)
-            work += self.speculation.take_work()
+            try:
+                self.speculation.learn(flight.step.seats, result)
+                work += self.speculation.take_work()
+            except Exception as fault:  # a proposer of somebody's own: the step has run all the same
+                faults.append(fault)
         self.meter.record(flight.counts, work, output_tokens=given, accepted=accepted, wasted=wasted)
         self._weigh()
         if faults:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Sequence
 
 from minillm.attention.torch_backend import TorchAttention
+from minillm.attention.window import Window
 from minillm.cache.kv_store import PlainKVStore
 from minillm.config import EngineConfig
 from minillm.model.transformer import Transformer
@@ -20,17 +21,20 @@ from minillm.spec.speculation import Speculation
 HEADS = Path(__file__).resolve().parents[2] / "assets" / "mtp"
 
 
-def make_speculation(options: EngineConfig, model: Transformer, num_slots: int, block_size: int) -> Speculation | None:
-    """What ``options.speculative`` asks for; ValueError where its parts do not fit this model."""
+def make_speculation(
+    options: EngineConfig, model: Transformer, num_slots: int, block_size: int, view: Window
+) -> Speculation | None:
+    """What ``options.speculative`` asks for; ValueError where its parts do not fit this model. view: what the target's queries
+    see, whose blocks are all that a drafting model has."""
     if options.speculative is None:
         return None
-    proposer = _proposer(options, model, num_slots, block_size)
+    proposer = _proposer(options, model, num_slots, block_size, view)
     room = options.max_draft_batch
     longest = min(options.num_draft_tokens, room, model.config.max_position)  # no draft can be longer than that
     return Speculation(proposer, longest, room, model.config.vocab_size, options.adaptive_drafts)
 
 
-def _proposer(options: EngineConfig, model: Transformer, num_slots: int, block_size: int) -> Proposer:
+def _proposer(options: EngineConfig, model: Transformer, num_slots: int, block_size: int, view: Window) -> Proposer:
     name = options.speculative
     if name == "ngram":
         return NgramProposer()
@@ -41,7 +45,9 @@ def _proposer(options: EngineConfig, model: Transformer, num_slots: int, block_s
         draft = draft_model(options.draft_model, model)
         store = PlainKVStore.allocate(draft.config, num_slots, draft.dtype, draft.device)
         price = draft.config.matmul_params * draft.dtype.itemsize / (model.config.matmul_params * model.dtype.itemsize)
-        proposer = DraftModelProposer(draft, store, TorchAttention(draft.config.sliding_window), block_size, price)
+        window = min((w for w in (draft.config.sliding_window, view.size) if w is not None), default=None)
+        backend = TorchAttention(window, view.sinks if window else 0)
+        proposer = DraftModelProposer(draft, store, backend, block_size, price)
         if draft is not options.draft_model:
             proposer.weight_bytes = 0  # the target's own layers
         return proposer

@@ -35,7 +35,8 @@ class Progress:
         preemption and a block that was replaced all show here."""
         if request.num_preemptions != self.num_preemptions:
             return 0
-        same_blocks = _common(self.blocks, request.blocks)
+        # a block that went out of the window is gone for good, and its keys are not read again
+        same_blocks = _common([b if now else now for b, now in zip(self.blocks, request.blocks)], request.blocks)
         # one token is always computed anew: its logits are wanted
         return min(_common(self.token_ids, request.token_ids), same_blocks * block_size, request.num_tokens - 1)
 

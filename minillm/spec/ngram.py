@@ -17,7 +17,7 @@ class NgramProposer:
     The longest suffix of at most ``longest`` tokens that occurs earlier is used; one shorter than ``shortest`` is no evidence.
     """
 
-    def __init__(self, longest: int = 4, shortest: int = 2):
+    def __init__(self, longest: int = 4, shortest: int = 1):
         if not 1 <= shortest <= longest:
             raise ValueError(f"an n-gram of shortest={shortest} to longest={longest} tokens: 1 <= shortest <= longest is needed")
         self.longest, self.shortest = longest, shortest

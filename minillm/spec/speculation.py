@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import operator
+import logging
 from dataclasses import replace
 from typing import Any, Sequence
 
@@ -11,9 +11,11 @@ from minillm.engine.request import Request, Status
 from minillm.engine.runner import Seat, StepResult
 from minillm.engine.scheduler import SchedulerOutput
 from minillm.perf.work import Work
-from minillm.spec.draft import NO_DRAFT, Draft
+from minillm.spec.draft import NO_DRAFT, Draft, checked
 from minillm.spec.length import CHECK_PRICE, DraftLength
 from minillm.spec.proposer import Proposer
+
+log = logging.getLogger("minillm")
 
 
 class Speculation:
@@ -26,6 +28,11 @@ class Speculation:
 
     def __init__(self, proposer: Proposer, longest: int, room: int, vocab_size: int, adaptive: bool = True):
         self.proposer, self.longest, self.room, self.vocab_size, self.adaptive = proposer, longest, room, vocab_size, adaptive
+        name, price = type(proposer).__name__, getattr(proposer, "price", 0.0)
+        if not isinstance(price, (int, float)) or not 0 <= price < float("inf"):
+            raise ValueError(f"price of proposer {name}, in steps for one drafted token, must be at least 0, got {price!r:.60}")
+        if self.wants_states and not callable(getattr(proposer, "observe", None)):
+            raise ValueError(f"proposer {name} wants_hidden, and has no observe(requests, states) to be shown them with")
         self._lengths: dict[str, DraftLength] = {}
 
     def extend(self, plan: SchedulerOutput, cache: CacheManager, budget: int) -> SchedulerOutput:
@@ -63,26 +70,16 @@ class Speculation:
     def _checked(self, answer: Sequence[Draft], requests: Sequence[Request], lengths: Sequence[int]) -> list[Draft]:
         name = type(self.proposer).__name__
         try:
-            drafts = list(answer)
+            drafts = iter(answer)
         except TypeError:
             raise ValueError(f"proposer {name} must return one draft for each request, got {answer!r:.60}") from None
-        if len(drafts) != len(requests):
-            raise ValueError(f"proposer {name} returned {len(drafts)} drafts for {len(requests)} requests")
-        for draft, length in zip(drafts, lengths, strict=True):
-            if not isinstance(draft, Draft):
-                raise ValueError(f"proposer {name} must return Drafts, got {draft!r:.60}")
-            if not all(hasattr(t, "__index__") for t in draft.token_ids):
-                raise ValueError(f"proposer {name} drafted {draft.token_ids!r:.60}, which are no token ids")
-            shape = (len(draft), self.vocab_size)
-            if draft.probs is not None and tuple(getattr(draft.probs, "shape", ())) != shape:
-                what = getattr(draft.probs, "shape", draft.probs)
-                raise ValueError(f"proposer {name} gave probs of shape {what!r:.60}; those of a draft of {shape[0]} are {shape}")
-            if len(draft) > length:
-                raise ValueError(f"proposer {name} drafted {len(draft)} tokens where at most {length} were asked for")
-            bad = next((t for t in draft.token_ids if not 0 <= operator.index(t) < self.vocab_size), None)
-            if bad is not None:
-                raise ValueError(f"proposer {name} drafted token {bad}, outside the vocabulary of {self.vocab_size}")
-        return drafts
+        found = list(drafts)
+        if len(found) != len(requests):
+            raise ValueError(f"proposer {name} returned {len(found)} drafts for {len(requests)} requests")
+        try:
+            return [checked(draft, length, self.vocab_size) for draft, length in zip(found, lengths, strict=True)]
+        except ValueError as fault:
+            raise ValueError(f"proposer {name} {fault}") from None
 
     @property
     def wants_states(self) -> bool:
@@ -104,9 +101,12 @@ class Speculation:
             observer.observe([seat.request for _, seat in going], result.states[[i for i, _ in going]])
 
     def forget(self, request_id: str) -> None:
-        """The request has ended."""
+        """The request has ended. A proposer of somebody's own that fails here is reported: it must not cost the answer."""
         self._lengths.pop(request_id, None)
-        getattr(self.proposer, "forget", lambda _: None)(request_id)
+        try:
+            getattr(self.proposer, "forget", lambda _: None)(request_id)
+        except Exception as fault:
+            log.warning("proposer %s could not forget %s: %s", type(self.proposer).__name__, request_id, fault)
 
     def take_work(self) -> Work:
         """What the proposer has computed since this was called last."""

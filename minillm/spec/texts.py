@@ -2,47 +2,82 @@
 
 from __future__ import annotations
 
-CODE = '''def total_price(items, tax):
-    total = 0
-    for item in items:
-        price = item["price"]
-        amount = item["amount"]
-        total = total + price * amount
-    total = total + total * tax
-    return total
+SETTINGS = """import os
+import json
 
+def load_settings(path):
+    with open(path) as file:
+        settings = json.load(file)
+    return settings
 
-def print_bill(items, tax):
-    for item in items:
-        print(item["name"], item["amount"], item["price"])
-    print("total", total_price(items, tax))
-'''
+def save_settings(path, settings):
+    with open(path, "w") as file:
+        json.dump(settings, file)
+
+def main():
+    path = os.path.join("data", "settings.json")
+    settings = load_settings(path)
+    settings["color"] = "blue"
+    save_settings(path, settings)
+"""
+
+ACCOUNT = """class Account:
+    def __init__(self, owner, balance=0):
+        self.owner = owner
+        self.balance = balance
+
+    def deposit(self, amount):
+        self.balance = self.balance + amount
+        return self.balance
+
+    def withdraw(self, amount):
+        if amount > self.balance:
+            print("Not enough money")
+            return self.balance
+        self.balance = self.balance - amount
+        return self.balance
+"""
 
 LETTER = (
-    "the meeting of the garden club will take place on monday at seven in the old school house . please bring your own seeds and "
-    "a small pot . mrs miller will show how tomatoes are planted , and mr brown will talk about the new water pump . after the "
-    "meeting there is tea and cake in the kitchen . members who cannot come are asked to write to the secretary before friday ."
+    "Dear Sir or Madam, I recieved the bicycle that I ordered from your shop last week. The frame is in good condition, but the "
+    "front wheel is bent and the bell is missing. I would like to send the bicycle back and get a new one. Please tell me wich "
+    "address I should use and who pays for the transport. I look forward to your answer. Yours faithfully, Thomas Green"
 )
 
-REPORT = (
+NOTICE = (
+    "The museum opens every day at ten in the morning and closes at six in the evening. On Thursdays it stays open untill nine. "
+    "Children under twelve pay nothing, students pay half of the price. Large bags must be left at the entrance. Photographs are "
+    "allowed, but please do not use a flash. The cafe on the second floor serves lunch from noon to three."
+)
+
+BRIDGE = (
     "The bridge over the river was closed on Tuesday after an inspection found two cracks in the northern pillar. Engineers said "
     "that the bridge is safe for people on foot, but that cars and trucks must use the tunnel until the pillar has been "
     "repaired. The repair will take about three weeks and will cost two million euros. The city council will discuss on Friday "
     "whether a second bridge should be built further south."
 )
 
+PUFFINS = (
+    "A team of researchers from the University of Oslo has counted the puffins on the island of Runde for the first time in ten "
+    "years. They found that the number of birds has fallen from 120,000 to 75,000. The researchers believe that the birds find "
+    "less food because the sea has become warmer and the small fish have moved to the north. They recommend that fishing near "
+    "the island should be stopped between May and August, when the birds feed their young."
+)
+
+# A model of this size copies on some wordings and goes its own way on others: of twenty wordings of a summary, lookup gave from
+# 1.3 to 7.4 tokens a pass. The first three kinds are wordings on which it copies, as large models do on most.
 PROMPTS: dict[str, tuple[str, ...]] = {
     "edit code": (
-        f"Rename the variable total to bill in this code and answer with the whole code:\n\n```python\n{CODE}```",
-        f"Add a docstring to each function of this code and answer with the whole code:\n\n```python\n{CODE}```",
+        f"Rewrite this code so that the color is green:\n\n```python\n{SETTINGS}```",
+        f"```python\n{ACCOUNT}```\n\nAdd a method print_balance at the end of this class. Give the complete class.",
     ),
     "fix text": (
-        f"Correct the capital letters and the spaces in this text and answer with the whole text:\n\n{LETTER}",
-        f"Repeat this text word for word, with correct punctuation:\n\n{LETTER}",
+        f"Correct the spelling mistakes in this letter:\n\n{LETTER}",
+        f"Repeat this text and correct its mistakes:\n\n{NOTICE}",
     ),
     "summarise": (
-        f"Summarise this report, keeping its words where you can:\n\n{REPORT}",
-        f"List the facts of this report, sentence by sentence:\n\n{REPORT}",
+        f"Summarize this text in four sentences. Use the sentences of the text.\n\n{BRIDGE}",
+        f"Shorten this text:\n\n{PUFFINS}",
     ),
     "chat": (
         "What should I look at when I buy a used bicycle?",

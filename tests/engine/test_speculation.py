@@ -16,7 +16,7 @@ from minillm.spec.mtp import MTPHead, MTPProposer
 from minillm.spec.train_mtp import states_of
 
 from ..cache.dict_prefix import DictPrefixCache
-from ..strategies import VOCAB, greedy, poison_freed_blocks, run_to_end, tiny_engine, tiny_model
+from ..strategies import VOCAB, greedy, poison_freed_blocks, reference, run_to_end, tiny_engine, tiny_model
 
 
 class Oracle:
@@ -83,19 +83,19 @@ some_prompts = st.lists(st.lists(st.integers(2, 4), min_size=1, max_size=12), mi
 @given(
     prompts=some_prompts, who=st.sampled_from(sorted(PROPOSERS)), block=st.sampled_from([1, 3, 4]), blocks=st.integers(0, 40),
     budget=st.sampled_from([1, 5, 64]), longest=st.integers(1, 6), room=st.sampled_from([2, 8, 64]), adaptive=st.booleans(),
-    prefix=st.booleans(), tokens=st.integers(1, 14),
+    prefix=st.booleans(), tokens=st.integers(1, 14), view=st.sampled_from([(None, 0), (None, 0), (4, 0), (4, 3), (1, 0)]),
 )  # fmt: skip
 def test_greedy_output_is_that_of_decoding_without_drafts(
-    prompts, who, block, blocks, budget, longest, room, adaptive, prefix, tokens
+    prompts, who, block, blocks, budget, longest, room, adaptive, prefix, tokens, view
 ):
     needed = max(len(p) for p in prompts) + tokens
     options = {
         "block_size": block, "num_blocks": -(-needed // block) + blocks, "max_num_batched_tokens": budget,
         "num_draft_tokens": longest, "max_draft_batch": room, "adaptive_drafts": adaptive,
-        "prefix_cache": DictPrefixCache(block) if prefix else "none",
+        "prefix_cache": DictPrefixCache(block) if prefix else "none", "attention_window": view[0], "attention_sinks": view[1],
     }  # fmt: skip
     outputs, _ = serve(prompts, SamplingParams(max_tokens=tokens, ignore_eos=True), **options, **PROPOSERS[who]())
-    assert [o.token_ids for o in outputs] == [greedy(p, tokens) for p in prompts]
+    assert [list(o.token_ids) for o in outputs] == [reference(3, *view).greedy(p, tokens) for p in prompts]
 
 
 @pytest.mark.parametrize(
@@ -233,6 +233,14 @@ def test_the_work_of_a_drafting_model_is_counted():
     assert drafted.meter.weight_bytes_held == 2 * plain.meter.weight_bytes_held
 
 
+def row_of(probs):
+    """[1, vocab]: these probabilities, 0 elsewhere."""
+    row = torch.zeros(1, VOCAB, dtype=torch.float64)
+    for token, p in probs.items():
+        row[0, token] = p
+    return row
+
+
 class Faulty(Oracle):
     def __init__(self, make):
         super().__init__()
@@ -248,6 +256,8 @@ class Faulty(Oracle):
         (lambda r, n: [], "returned 0 drafts for 1 requests"),
         (lambda r, n: [Draft((VOCAB,))], f"drafted token {VOCAB}, outside the vocabulary of {VOCAB}"),
         (lambda r, n: [Draft((2,) * (n[0] + 1))], "drafted 9 tokens where at most 8 were asked for"),
+        (lambda r, n: [Draft((2,), row_of({2: float("nan")}))], "gave the probability nan to token 2 at place 0"),
+        (lambda r, n: [Draft((2,), row_of({3: 1.0}))], "drafted token 2 at place 0, to which its own probs give 0.0"),
     ],
 )
 def test_a_proposer_that_breaks_its_promise_is_named(make, message):
@@ -259,6 +269,40 @@ def test_a_proposer_that_breaks_its_promise_is_named(make, message):
     engine.speculation = None
     (out,) = run_to_end(engine).values()
     assert out.token_ids == greedy([2, 3], 20), "the request lives on"
+
+
+def with_parts(**parts):
+    oracle = Oracle()
+    vars(oracle).update(parts)
+    return oracle
+
+
+def fail(*_):
+    raise RuntimeError("my own fault")
+
+
+@pytest.mark.parametrize("part", ["observe", "take_work", "forget"])
+def test_a_part_of_a_proposer_that_fails_costs_nobody_a_token(part):
+    engine = tiny_engine(speculative=with_parts(wants_hidden=part == "observe", observe=fail), adaptive_drafts=False)
+    setattr(engine.speculation.proposer, part, fail)
+    engine.add_request([2, 3], SamplingParams(max_tokens=12, ignore_eos=True))
+    done = []
+    for _ in range(20):
+        try:
+            done += [o for o in engine.step() if o.finished]
+        except RuntimeError as fault:
+            assert "my own fault" in str(fault) and part != "forget"
+    assert [o.token_ids for o in done] == [greedy([2, 3], 12)]
+
+
+@pytest.mark.parametrize("room", range(1, 9))
+def test_an_accepted_run_ends_at_the_models_length(room):
+    """A limit of the engine and the end of the positions are the same rule: nothing is drafted behind the last token."""
+    for limit, prompt in ((2 + room, [2, 3]), (48, [2, 3] * 20 + [4] * (8 - room))):
+        engine = tiny_engine(speculative=Oracle(), adaptive_drafts=False, num_draft_tokens=5, max_model_len=limit)
+        engine.add_request(prompt, SamplingParams(max_tokens=100, ignore_eos=True))
+        (out,) = run_to_end(engine).values()
+        assert out.token_ids == greedy(prompt, room) and out.finish_reason == "length"
 
 
 @pytest.mark.parametrize(
@@ -276,6 +320,10 @@ def test_a_proposer_that_breaks_its_promise_is_named(make, message):
         ({"speculative": "ngram", "num_draft_tokens": 0}, "num_draft_tokens"),
         ({"speculative": "mtp"}, "no trained MTP head for 'tiny'"),
         ({"speculative": "mtp", "draft_model": "/nowhere/head"}, "/nowhere/head holds no MTP head"),
+        ({"speculative": with_parts(price=-0.5)}, "price of proposer Oracle.* got -0.5"),
+        ({"speculative": with_parts(price=float("nan"))}, "price of proposer Oracle.* got nan"),
+        ({"speculative": with_parts(price="free")}, "price of proposer Oracle.* got 'free'"),
+        ({"speculative": with_parts(wants_hidden=True)}, r"proposer Oracle wants_hidden, and has no observe"),
     ],
 )
 def test_options_that_do_not_go_together_are_refused(options, message):

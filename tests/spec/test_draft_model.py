@@ -16,6 +16,8 @@ from minillm.spec.draft_model import Progress
         (([1, 2, 3, 9, 8, 7], [7, 8, 9], 0), 3),  # refused at the fourth, and two more tokens came without a draft
         (([1, 2, 3, 4, 5, 6], [7, 5, 9], 0), 2),  # the second block was replaced
         (([1, 2, 3, 4, 5, 6], [7, 8, 9], 1), 0),  # the same blocks, but somebody else had them in between
+        (([1, 2, 3, 4, 5, 6], [0, 8, 9], 0), 5),  # the first block went out of the window: nobody reads it again
+        (([1, 2, 3, 4, 5, 6], [0, 5, 9], 0), 2),
         (([1, 2], [7], 0), 1),
         (([1], [7], 0), 0),
     ],

@@ -37,11 +37,15 @@ def test_it_is_the_continuation_of_the_longest_suffix_that_occurred_before(ids, 
         ([7, 5, 6, 5, 6, 5], (6, 5, 6)),  # a repetition is expected to repeat
         ([5, 6, 7, 8], ()),
         ([5], ()),
-        ([5, 6, 5], ()),  # one token is no evidence
+        ([5, 6, 5], (6, 5, 6)),  # one token is weak evidence; the adaptive length judges what it is worth
     ],
 )
 def test_examples(ids, expected):
     assert NgramProposer().continuation(ids, 3) == expected
+
+
+def test_a_match_shorter_than_the_shortest_is_no_evidence():
+    assert NgramProposer(shortest=2).continuation([5, 6, 5], 3) == () != NgramProposer(shortest=2).continuation([5, 6, 5, 6], 3)
 
 
 @pytest.mark.parametrize(("longest", "shortest"), [(1, 2), (3, 0)])
