@@ -184,6 +184,11 @@ class EngineConfig:
     attention_backend: "torch"; "triton" runs this project's kernels, on a GPU or in Triton's interpreter; "auto" chooses.
     attention_window: keys that a token sees, its own and those before it; None is the model's own window, if it has one.
     attention_sinks: keys at the beginning of a request that are seen beside the window.
+    sparse_blocks: None reads every key; a number lets each token read the blocks around it and so many of those before, the best
+        by an indexer's summaries. It is a lossy technique, and block_size, its grain, then changes answers.
+    sparse_window: keys before and with a token's own whose blocks it always reads (64 unless said).
+    sparse_indexer: "bounds" summarises a block by each dimension's extremes, "mean" by its mean key; or an Indexer of one's own.
+    sparse_share_layers: layers in a row that read what the first of them chose.
     batching: "continuous"; "sequential" runs one request at a time; "static" admits a batch, pads it and waits for its slowest
         request; "static-sorted" does so with requests of similar max_tokens; or an object with ``grants`` (BatchingPolicy).
     prefill: "chunked" gives prompts what decoding requests leave of the budget; "first" lets everyone wait for them.
@@ -222,6 +227,10 @@ class EngineConfig:
     allocation: Literal["paged", "reserve", "exact"] = "paged"
     attention_window: int | None = None
     attention_sinks: int = 0
+    sparse_blocks: int | None = None
+    sparse_window: int | None = None
+    sparse_indexer: Any = "bounds"
+    sparse_share_layers: int = 1
     batching: Any = "continuous"
     prefill: Literal["chunked", "first"] = "chunked"
     queue_order: Literal["arrival", "cache"] = "arrival"
@@ -259,7 +268,8 @@ class EngineConfig:
             max_model_len=self.max_model_len, max_num_seqs=self.max_num_seqs, block_size=self.block_size,
             max_num_batched_tokens=self.max_num_batched_tokens, num_blocks=self.num_blocks, kv_memory=self.kv_memory,
             num_draft_tokens=self.num_draft_tokens, max_draft_batch=self.max_draft_batch,
-            attention_window=self.attention_window,
+            attention_window=self.attention_window, sparse_blocks=self.sparse_blocks, sparse_window=self.sparse_window,
+            sparse_share_layers=self.sparse_share_layers,
         )
         sinks = self.attention_sinks
         if isinstance(sinks, bool) or not isinstance(sinks, int) or sinks < 0:
@@ -303,6 +313,28 @@ class EngineConfig:
             raise ValueError("kv_cache='none' takes a step's KV back before the next is planned; overlap=True plans it earlier")
 
         self._check_speculation()
+        self._check_sparse()
+
+    def _check_sparse(self) -> None:
+        if isinstance(self.sparse_indexer, str):
+            _check_choice("sparse_indexer", self.sparse_indexer, ("bounds", "mean"))
+        else:
+            _check_parts("sparse_indexer", self.sparse_indexer, ("summarise", "score"), "a name or an Indexer")
+        if self.sparse_blocks is None:
+            for name, neutral in (("sparse_window", None), ("sparse_indexer", "bounds"), ("sparse_share_layers", 1)):
+                if getattr(self, name) != neutral:
+                    raise ValueError(f"{name}={getattr(self, name)!r:.60} is of sparse attention; set sparse_blocks")
+            return
+        hides, records = "hides keys from the indexer", "records the keys that a step reads"
+        reasons = {"attention_window": hides, "attention_sinks": hides, "compile": records, "cuda_graphs": records}
+        for name, why in reasons.items():
+            if getattr(self, name):
+                raise ValueError(f"{name}={getattr(self, name)!r:.40} {why}; with sparse_blocks={self.sparse_blocks} leave it")
+        if self.attention_backend not in ("auto", "torch"):
+            raise ValueError(
+                f"sparse_blocks={self.sparse_blocks} is served by minillm's own torch backend, not by attention_backend="
+                f"{self.attention_backend!r:.60}; leave attention_backend='auto'"
+            )
 
     def _check_speculation(self) -> None:
         if self.speculative is None:

@@ -60,16 +60,22 @@ class Reference:
         if c.qk_norm:
             q, k = self._norm(q, f"{p}.q_norm.weight"), self._norm(k, f"{p}.k_norm.weight")
         q, k, v = self._rotate(q), rounded(self._rotate(k), self.kv_dtype), rounded(v, self.kv_dtype)
-        distance = torch.arange(length)[:, None] - torch.arange(length)[None, :]
-        hidden = distance < 0
-        if self.window is not None:
-            hidden |= (distance >= self.window) & (torch.arange(length) >= self.sinks)
+        hidden = self._hidden(q, k, p)
         group = c.num_heads // c.num_kv_heads  # query head h reads KV head h // group
         k, v = (t.repeat_interleave(group, dim=1) for t in (k, v))
         scores = (torch.einsum("qhd,khd->hqk", q, k) / math.sqrt(d)).masked_fill(hidden, -math.inf)
         weights = torch.exp(scores - scores.max(dim=-1, keepdim=True).values)
         weights = weights / weights.sum(dim=-1, keepdim=True)
         return self._linear(torch.einsum("hqk,khd->qhd", weights, v).reshape(length, -1), f"{p}.o_proj")
+
+    def _hidden(self, q: Tensor, k: Tensor, p: str) -> Tensor:
+        """q [length, heads, head_dim], k [length, kv_heads, head_dim] of a layer → [length, length] bool: keys that a query does
+        not see."""
+        distance = torch.arange(len(q))[:, None] - torch.arange(len(q))[None, :]
+        hidden = distance < 0
+        if self.window is not None:
+            hidden |= (distance >= self.window) & (torch.arange(len(q)) >= self.sinks)
+        return hidden
 
     def _rotate(self, x: Tensor) -> Tensor:
         """x [length, heads, head_dim]: dimension i turns with dimension i + head_dim / 2."""
@@ -95,6 +101,47 @@ def rounded(x: Tensor, kv_dtype: str) -> Tensor:
     if kv_dtype == "int8":
         return (x * 127 / reach).round() / 127 * reach
     return (x * 448 / reach).to(torch.float8_e4m3fn).double() / 448 * reach
+
+
+class SparseReference(Reference):
+    """Dense attention under the mask that sparse attention means: block by block and query by query, from the definition.
+
+    Of the blocks before the one with a query's window's first key it sees the ``blocks`` best: those that get most of its heads'
+    attention together, where each head's is a softmax of the largest logits that the extremes of a block's keys allow (or of its
+    mean key's, for "mean"). ``share`` layers in a row use the choice of the first.
+    """
+
+    def __init__(
+        self, model: Transformer, blocks: int, window: int, size: int, share: int = 1, indexer: str = "bounds",
+        kv_dtype: str = "auto",
+    ):  # fmt: skip
+        super().__init__(model, kv_dtype=kv_dtype)
+        self.blocks, self.near, self.size, self.share, self.indexer = blocks, window, size, share, indexer
+
+    def _hidden(self, q: Tensor, k: Tensor, p: str) -> Tensor:
+        if int(p.split(".")[2]) % self.share == 0:
+            self._choice = torch.ones(len(q), len(q), dtype=torch.bool)
+            for position in range(len(q)):
+                first = max(0, position - self.near + 1) // self.size
+                for block in [*self._best(q[position], k, first), *range(first, position // self.size + 1)]:
+                    self._choice[position, block * self.size : min(position, block * self.size + self.size - 1) + 1] = False
+        return self._choice
+
+    def _best(self, q: Tensor, k: Tensor, candidates: int) -> list[int]:
+        if candidates <= self.blocks:
+            return list(range(candidates))
+        group, dim = self.config.group_size, self.config.head_dim
+        log_shares = []
+        for head, query in enumerate(q):
+            keys = k[: candidates * self.size, head // group].view(candidates, self.size, dim)
+            if self.indexer == "mean":
+                logits = keys.mean(1) @ query / math.sqrt(dim)
+            else:
+                extremes = torch.stack([keys.amin(1), keys.amax(1)])
+                logits = (extremes * query).amax(0).sum(-1) / math.sqrt(dim)
+            log_shares.append(logits - torch.logsumexp(logits, 0))
+        wanted = torch.logsumexp(torch.stack(log_shares), 0).tolist()
+        return sorted(range(candidates), key=lambda block: (-wanted[block], block))[: self.blocks]
 
 
 @dataclass(frozen=True)

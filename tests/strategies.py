@@ -11,11 +11,12 @@ import torch
 from hypothesis import strategies as st
 
 from minillm import LLM, Engine, EngineConfig, ModelConfig, SamplingParams, Transformer
+from minillm.attention.sparse import SparseAttention
 from minillm.attention.torch_backend import TorchAttention
 from minillm.engine.batch import ForwardBatch
 from minillm.model.transformer import expected_shapes
 
-from .reference import Reference
+from .reference import Reference, SparseReference
 
 VOCAB = 32
 MAX_LEN = 48
@@ -56,6 +57,12 @@ def tiny_model(group: int = 3, window: int | None = None) -> Transformer:
 @cache
 def reference(group: int = 3, window: int | None = None, sinks: int = 0, kv_dtype: str = "auto") -> Reference:
     return Reference(tiny_model(group), window, sinks, kv_dtype)
+
+
+@cache
+def sparse_reference(group: int, *view: Any) -> SparseReference:
+    """view: blocks, window, block size, and where another one is wanted layers that share, indexer and kv_dtype."""
+    return SparseReference(tiny_model(group), *view)
 
 
 # 0 and 1 end a text. Characters of one to four bytes, whole and in pieces, and "a", "b", "ab", "xa" for stop strings.
@@ -110,11 +117,12 @@ def scripted_llm(*pieces: str | bytes, eos: Sequence[int] = (), **options: Any) 
     return LLM(model, tokenizer=FakeTokenizer(pieces=spelled), **({"num_blocks": 64, "block_size": 4} | options))
 
 
-class WatchedAttention(TorchAttention):
-    """Keeps the batches it has seen, and raises in the last layer when told to: an interrupt with half of the step done."""
+class Watched:
+    """Keeps the batches that a backend has seen, and raises in the last layer when told to: an interrupt with half of the step
+    done."""
 
-    def __init__(self, window: int | None = None, sinks: int = 0):
-        super().__init__(window, sinks)
+    def __init__(self, *view: Any):
+        super().__init__(*view)
         self.batches: list[ForwardBatch] = []
         self.error: BaseException | None = None
         self.failing_call = 0
@@ -126,15 +134,21 @@ class WatchedAttention(TorchAttention):
         self.batches.append(batch)
         return super().plan(batch, dtype)
 
-    def single_group(self, batch: ForwardBatch, dtype: torch.dtype) -> Any:
-        self.batches.append(batch)
-        return super().single_group(batch, dtype)
-
     def forward(self, q, layer, store, plan):
         if self.error is not None and layer == 1 and len(self.batches) >= self.failing_call:
             error, self.error = self.error, None
             raise error
         return super().forward(q, layer, store, plan)
+
+
+class WatchedAttention(Watched, TorchAttention):
+    def single_group(self, batch: ForwardBatch, dtype: torch.dtype) -> Any:
+        self.batches.append(batch)
+        return super().single_group(batch, dtype)
+
+
+class WatchedSparse(Watched, SparseAttention):
+    pass
 
 
 def poison_freed_blocks(engine: Engine) -> None:
@@ -267,3 +281,6 @@ models = st.tuples(st.sampled_from(GROUPS), views).map(lambda m: (m[0], *m[1]))
 """A group size, a window and its sinks: what ``reference`` takes."""
 
 kv_dtypes = st.sampled_from(["auto", "auto", "int8", "fp8"])
+
+sparse_views = st.tuples(st.integers(1, 3), st.integers(1, 6))
+"""Blocks that a query chooses, and its window."""

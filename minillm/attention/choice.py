@@ -5,9 +5,15 @@ from __future__ import annotations
 import torch
 
 from minillm.attention.backend import AttentionBackend
+from minillm.attention.indexer import INDEXERS, Indexer
+from minillm.attention.sparse import SparseAttention
 from minillm.attention.torch_backend import TorchAttention
 from minillm.attention.triton_backend import TritonAttention, unsupported
+from minillm.attention.window import SparseView
 from minillm.config import EngineConfig, ModelConfig
+
+SPARSE_WINDOW = 64
+"""Keys up to its own whose blocks every token reads, unless said."""
 
 
 def make_backend(options: EngineConfig, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> AttentionBackend:
@@ -15,6 +21,8 @@ def make_backend(options: EngineConfig, config: ModelConfig, dtype: torch.dtype,
 
     "auto" is Triton on a GPU, wherever its kernels can serve these options and this model, and torch elsewhere."""
     window, sinks = options.attention_window, options.attention_sinks
+    if options.sparse_blocks is not None:
+        return make_sparse(options, config)
     if not isinstance(options.attention_backend, str):
         if window is not None or sinks:
             raise ValueError(
@@ -39,6 +47,26 @@ def make_backend(options: EngineConfig, config: ModelConfig, dtype: torch.dtype,
     if device.type == "cuda" and not other and unsupported(config, dtype, device) is None:
         return TritonAttention(config, dtype, device, narrowest, sinks)
     return TorchAttention(narrowest, sinks)
+
+
+def make_sparse(options: EngineConfig, config: ModelConfig) -> SparseAttention:
+    """Sparse attention as the options ask for it; ValueError for a model that it cannot serve."""
+    if config.sliding_window is not None:
+        raise ValueError(
+            f"sparse_blocks={options.sparse_blocks} chooses among all keys, and {config.name} has a sliding window of "
+            f"{config.sliding_window}: leave sparse_blocks=None"
+        )
+    # what reaches further than the model does is as good as that
+    blocks, window = (min(n, config.max_position) for n in (options.sparse_blocks or 0, options.sparse_window or SPARSE_WINDOW))
+    view = SparseView(blocks, window, options.block_size)
+    return SparseAttention(config, view, make_indexer(options), options.sparse_share_layers)
+
+
+def make_indexer(options: EngineConfig) -> Indexer:
+    """The indexer that the options name or hold."""
+    chosen = options.sparse_indexer
+    indexer: Indexer = INDEXERS[chosen]() if isinstance(chosen, str) else chosen
+    return indexer
 
 
 def needs_torch(options: EngineConfig) -> str | None:

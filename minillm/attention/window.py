@@ -1,8 +1,10 @@
-"""Which keys a query sees: all before it, or with a window the last ones and, where asked for, the first ones of the sequence."""
+"""Which keys a query sees: all before it, with a window the last ones and, where asked for, the first ones of the sequence, or
+the blocks around it and some of those before."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -53,3 +55,36 @@ class Window:
             return whole
         span = self.size - 1 + chunk  # a step's own tokens and what the first of them sees, from anywhere in a block
         return min(whole, -(-self.sinks // block_size) + (span + block_size - 2) // block_size + 1)
+
+
+@dataclass(frozen=True)
+class SparseView:
+    """Which keys a query sees. The ``window`` keys up to its own lie in local blocks, which are seen up to the query; of the
+    blocks before these, all full, the ``blocks`` best are seen. Where there are no more than that, everything is seen: dense
+    attention.
+
+    Positions may be numbers or arrays of them.
+    """
+
+    blocks: int
+    window: int
+    block_size: int
+
+    def first_local(self, query: Any) -> Any:
+        """The first local block of the query at this position; so many blocks are candidates."""
+        return np.maximum(0, query - self.window + 1) // self.block_size
+
+    @property
+    def most_local(self) -> int:
+        """Local blocks of a query, at most."""
+        return 1 + -(-(self.window - 1) // self.block_size)
+
+    @property
+    def first_sparse(self) -> int:
+        """The first position whose query does not see everything before it."""
+        return (self.blocks + 1) * self.block_size + self.window - 1
+
+    def count(self, query: Any) -> Any:
+        """Keys that the query at this position sees."""
+        first = self.first_local(query)
+        return query + 1 - (first - np.minimum(first, self.blocks)) * self.block_size

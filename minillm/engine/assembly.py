@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from minillm.attention.backend import AttentionBackend
 from minillm.attention.choice import make_backend
+from minillm.attention.sparse import SparseAttention
 from minillm.attention.torch_backend import TorchAttention
 from minillm.attention.window import Window
 from minillm.cache.block_pool import BlockPool
@@ -52,9 +53,16 @@ def assemble(model: Transformer, options: EngineConfig) -> Parts:
     view = getattr(backend, "view", Window())  # a backend that says nothing may read every key
 
     element = bytes_per_element(options.kv_dtype, model.dtype, config.head_dim)
-    token_bytes = round(2 * config.kv_size * element * (config.num_layers if keep_kv else 1))
+    layers = config.num_layers if keep_kv else 1
+    token_bytes = round(2 * config.kv_size * element * layers)
+    if isinstance(backend, SparseAttention):
+        if backend.sees.block_size != options.block_size:
+            raise ValueError(f"a SparseAttention of blocks of {backend.sees.block_size} in an engine of {options.block_size}")
+        token_bytes += backend.summary_bytes_per_token(layers, model.dtype)
     size = pool_size(options, token_bytes, max_model_len, model.device)
     store = make_store(options, model, size, shared=not keep_kv)
+    if isinstance(backend, SparseAttention):
+        store = backend.summarised(store, config, model.dtype, model.device, shared=not keep_kv)
     prefix = with_tiers(make_prefix_cache(options, size.block_size), options, model, store, backend, size.block_size)
     reserve = reservation(options.strips, max_model_len)
     cache = CacheManager(BlockPool(size.num_blocks), prefix, size.block_size, view, reserve)

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from minillm.attention.backend import AttentionBackend
 from minillm.cache.kv_store import KVStore, copy_slots
-from minillm.cache.quantised_kv import QuantisedKVStore
 from minillm.engine.batch import ForwardBatch, Row, to_device
 from minillm.engine.compiled import CompiledDecode
 from minillm.engine.graphs import DecodeGraphs
@@ -180,8 +179,12 @@ class ModelRunner:
 
     def _work(self, path: ForwardPath, batch: ForwardBatch, plan: Any) -> Work:
         work = self.model.work(batch, self.backend, plan, fused=path.fused)
-        if isinstance(self.store, QuantisedKVStore):
-            work = self.store.recount(work)
+        recount = getattr(self.store, "recount", None)  # a store that keeps KV in other bytes than the model's dtype
+        if recount is not None:
+            work = recount(work)
+        step_work = getattr(self.backend, "step_work", None)
+        if step_work is not None:
+            work += step_work(batch, plan, self.model.config, self.model.dtype)
         return replace(work, launches=self.graphs.launches(work.launches)) if path is self.graphs and self.graphs else work
 
 

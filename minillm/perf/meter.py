@@ -16,6 +16,7 @@ class Needles:
 
     Skip: tokens_computed went through the model; tokens_reused did not, because their KV was there (summed over steps);
     prefix_tokens were found in a prefix cache, loaded_tokens of them in a tier below the pool. Compute less: flops by precision.
+    index_flops and index_bytes are the share of sparse attention's indexer, and counted in the others too.
     Move less: bytes by kind; those over the link to a host or disk tier are apart, in tier_read_bytes and tier_write_bytes.
     Occupy less: bytes held; allocated counts whole blocks, live only tokens, peaks are since the last reset.
     Saturate: slots (of max_num_seqs) used, padded and idle, summed over steps; padded_tokens computed for nobody; launches;
@@ -33,6 +34,8 @@ class Needles:
     kv_read_bytes: int = 0
     kv_write_bytes: int = 0
     activation_bytes: int = 0
+    index_flops: int = 0
+    index_bytes: int = 0
     tier_read_bytes: int = 0
     tier_write_bytes: int = 0
     weight_bytes_held: int = 0
@@ -65,7 +68,10 @@ class Needles:
     @property
     def work(self) -> Work:
         """The same counts as one operator's Work, for a roofline."""
-        return Work(self.flops, self.weight_bytes, self.kv_read_bytes, self.kv_write_bytes, self.activation_bytes, self.launches)
+        return Work(
+            self.flops, self.weight_bytes, self.kv_read_bytes, self.kv_write_bytes, self.activation_bytes, self.launches,
+            self.index_flops, self.index_bytes,
+        )  # fmt: skip
 
     @property
     def passes_per_token(self) -> float:
@@ -80,12 +86,14 @@ class Needles:
         return replace(self, **changes)
 
     def by_verb(self) -> dict[str, dict[str, int]]:
-        """{verb: {counter: count}}, verbs in the order of the course. The counters of tiers are there once one was used."""
+        """{verb: {counter: count}}, verbs in the order of the course. The counters of tiers and of an indexer are there
+        once one was used."""
         return {
             "skip": self._pick("tokens_computed", "tokens_reused", "prefix_tokens") | self._moved("loaded_tokens"),
-            "compute less": {f"flops_{p}": n for p, n in sorted(self.flops.items())},
+            "compute less": {f"flops_{p}": n for p, n in sorted(self.flops.items())} | self._index("index_flops"),
             "move less": self._pick("weight_bytes", "kv_read_bytes", "kv_write_bytes", "activation_bytes")
-            | self._moved("tier_read_bytes", "tier_write_bytes"),
+            | self._moved("tier_read_bytes", "tier_write_bytes")
+            | self._index("index_bytes"),
             "occupy less": self._pick(*GAUGES),
             "saturate": self._pick("slots_used", "slots_padded", "slots_idle", "padded_tokens", "launches", "stalled_tokens"),
             "break serial": self._pick("steps", "row_passes", "output_tokens", "drafted", "accepted", "wasted"),
@@ -96,6 +104,9 @@ class Needles:
 
     def _moved(self, *names: str) -> dict[str, int]:
         return self._pick(*names) if self.tier_read_bytes or self.tier_write_bytes or self.loaded_tokens else {}
+
+    def _index(self, name: str) -> dict[str, int]:
+        return self._pick(name) if self.index_bytes else {}
 
     def __str__(self) -> str:
         lines = []
@@ -158,6 +169,7 @@ class Meter:
             prefix_tokens=n.prefix_tokens + step.prefix_tokens,
             loaded_tokens=n.loaded_tokens + step.loaded_tokens, flops=dict(total.flops), weight_bytes=total.weight_bytes,
             kv_read_bytes=total.kv_read_bytes, kv_write_bytes=total.kv_write_bytes, activation_bytes=total.activation_bytes,
+            index_flops=total.index_flops, index_bytes=total.index_bytes,
             kv_allocated_bytes=step.kv_allocated, kv_live_bytes=step.kv_live,
             kv_allocated_peak=max(n.kv_allocated_peak, step.kv_allocated), kv_live_peak=max(n.kv_live_peak, step.kv_live),
             slots_used=n.slots_used + step.rows, slots_padded=n.slots_padded + step.padded_rows,

@@ -14,6 +14,7 @@ class Work:
     weight_bytes: parameters read. kv_read_bytes, kv_write_bytes: the KV store's share.
     activation_bytes: intermediates read and written by operators; what a fused operator keeps in registers is not here.
     launches: operators started (on a GPU, kernel launches).
+    index_flops, index_bytes: what of all these choosing the keys to read took, where not all are read.
     """
 
     flops: Mapping[str, int] = field(default_factory=dict)
@@ -22,6 +23,8 @@ class Work:
     kv_write_bytes: int = 0
     activation_bytes: int = 0
     launches: int = 0
+    index_flops: int = 0
+    index_bytes: int = 0
 
     @property
     def total_flops(self) -> int:
@@ -42,6 +45,8 @@ class Work:
             self.kv_write_bytes + other.kv_write_bytes,
             self.activation_bytes + other.activation_bytes,
             self.launches + other.launches,
+            self.index_flops + other.index_flops,
+            self.index_bytes + other.index_bytes,
         )
 
     def __mul__(self, n: int) -> "Work":
@@ -52,6 +57,8 @@ class Work:
             n * self.kv_write_bytes,
             n * self.activation_bytes,
             n * self.launches,
+            n * self.index_flops,
+            n * self.index_bytes,
         )
 
 

@@ -12,6 +12,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from minillm import EngineConfig, SamplingParams
+from minillm.attention.indexer import BoundsIndexer
+from minillm.attention.window import SparseView
 from minillm.cache.tiers import HostTier
 from minillm.engine.engine import Engine
 
@@ -22,12 +24,15 @@ from ..strategies import (
     VOCAB,
     FakeTokenizer,
     WatchedAttention,
+    WatchedSparse,
     engine_options,
     kv_dtypes,
     models,
     poison_freed_blocks,
     reference,
     slots_needed,
+    sparse_reference,
+    sparse_views,
     tiny_model,
     with_drafts,
 )
@@ -57,9 +62,9 @@ tier_options = st.one_of(
 class Sent:
     """What the machine knows of a request: what was asked, and what came back so far."""
 
-    def __init__(self, prompt, params, model):
+    def __init__(self, prompt, params, oracle):
         self.prompt, self.params = prompt, params
-        self.stream = reference(*model).greedy(prompt, min(params.max_tokens, MAX_MODEL_LEN - len(prompt)))
+        self.stream = oracle.greedy(prompt, min(params.max_tokens, MAX_MODEL_LEN - len(prompt)))
         self.end = self.after(len(self.stream))
         self.received, self.text = 0, ""
 
@@ -73,14 +78,21 @@ class Sent:
 class EngineMachine(RuleBasedStateMachine):
     @initialize(
         model=models, options=with_drafts(engine_options(needed=18, max_model_len=MAX_MODEL_LEN)), own=st.booleans(),
-        tiers=tier_options, kv_dtype=kv_dtypes,
+        tiers=tier_options, kv_dtype=kv_dtypes, sparse=st.none() | st.none() | st.tuples(sparse_views, st.integers(1, 2)),
     )  # fmt: skip
-    def build(self, model, options, own, tiers, kv_dtype):
-        self.model, self.view = (*model, kv_dtype), model[1:]
+    def build(self, model, options, own, tiers, kv_dtype, sparse):
+        self.model, self.view, size = (*model, kv_dtype), model[1:], options["block_size"]
         if own and options["prefix_cache"] == "hash":  # somebody's own object at the seam
-            options["prefix_cache"] = DictPrefixCache(options["block_size"])
+            options["prefix_cache"] = DictPrefixCache(size)
         self.cached = options["prefix_cache"] != "none"
-        self.backend = WatchedAttention(*self.view)
+        if sparse:
+            (blocks, window), share = sparse
+            self.model, self.view, options["cuda_graphs"] = (model[0], None, 0), (None, 0), False
+            config = tiny_model(model[0]).config
+            self.backend = WatchedSparse(config, SparseView(blocks, window, size), BoundsIndexer(), share)
+            self.reference = sparse_reference(model[0], blocks, window, size, share, "bounds", kv_dtype)
+        else:
+            self.backend, self.reference = WatchedAttention(*self.view), reference(*self.model)
         if self.cached:
             options |= tiers
         config = EngineConfig(**options, kv_dtype=kv_dtype, attention_backend=self.backend, max_model_len=MAX_MODEL_LEN)
@@ -109,7 +121,7 @@ class EngineMachine(RuleBasedStateMachine):
                 continue
             name = self.engine.add_request(mine, params)
             assert name not in self.sent and mine == prompt
-            self.sent[name] = Sent(prompt, params, self.model)
+            self.sent[name] = Sent(prompt, params, self.reference)
 
     @precondition(lambda self: self.engine._live and len(self.sent) < 8)
     @rule(data=st.data(), samples=st.integers(1, 4))
@@ -119,7 +131,7 @@ class EngineMachine(RuleBasedStateMachine):
         known = self.sent[name]
         for _ in range(samples):
             another = self.engine.add_request(known.prompt, known.params, sibling=name)
-            self.sent[another] = Sent(known.prompt, known.params, self.model)
+            self.sent[another] = Sent(known.prompt, known.params, self.reference)
 
     @rule(
         case=st.sampled_from(
