@@ -208,8 +208,8 @@ class EngineConfig:
     overlap: plan the next step and sort out the last one while one runs; a text that stops costs one wasted token.
     speculative: None; "ngram" looks drafts up in the text so far; "draft" lets draft_model decode ahead; "mtp" uses a trained
         head; or an object with ``propose`` (Proposer). The answer stays the same, see minillm.spec.verify.
-    draft_model: for "draft" a Transformer of the same vocabulary, or the numbers of the target's layers that draft; for "mtp" the
-        file of a head, None takes the one that comes with the model.
+    draft_model: for "draft" a Transformer of the same vocabulary, the target in few bits ("int8", "int4" or a QuantConfig), or
+        numbers of the target's layers that draft; for "mtp" the file of a head, None takes the one that comes with the model.
     num_draft_tokens: tokens of one draft at most. adaptive_drafts: choose their number by each request's own acceptance.
     max_draft_batch: no drafts in a step of that many tokens or more: there they are no longer nearly free.
     """
@@ -347,7 +347,8 @@ class EngineConfig:
             _check_parts("speculative", self.speculative, ("propose",), "None, a name or a Proposer")
         named = self.speculative if isinstance(self.speculative, str) else "object"
         if named == "draft" and self.draft_model is None:
-            raise ValueError("speculative='draft' needs a draft_model: a Transformer, or numbers of the target's layers")
+            what = "a Transformer, 'int8', 'int4', or numbers of the target's layers"
+            raise ValueError(f"speculative='draft' needs a draft_model: {what}")
         if named not in ("draft", "mtp") and self.draft_model is not None:
             raise ValueError(f"draft_model drafts for speculative='draft' or 'mtp', not for {named!r}")
         if self.kv_cache == "none":

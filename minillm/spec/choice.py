@@ -7,18 +7,24 @@ import os
 from pathlib import Path
 from typing import Sequence
 
+import torch
+
 from minillm.attention.torch_backend import TorchAttention
 from minillm.attention.window import Window
 from minillm.cache.kv_store import PlainKVStore
 from minillm.config import EngineConfig
 from minillm.model.transformer import Transformer
+from minillm.quant.config import QuantConfig
+from minillm.quant.linear import Linear
+from minillm.quant.quantise import quantise_model
 from minillm.spec.draft_model import DraftModelProposer
-from minillm.spec.mtp import MTPHead, MTPProposer
+from minillm.spec.mtp import HEADS, MTPHead, MTPProposer
 from minillm.spec.ngram import NgramProposer
 from minillm.spec.proposer import Proposer
 from minillm.spec.speculation import Speculation
 
-HEADS = Path(__file__).resolve().parents[2] / "assets" / "mtp"
+COPIES = {"int8": QuantConfig(bits=8, group=-1, symmetric=True), "int4": QuantConfig(bits=4, group=64)}
+"""Drafters that are the target itself in few bits."""
 
 
 def make_speculation(
@@ -44,20 +50,26 @@ def _proposer(options: EngineConfig, model: Transformer, num_slots: int, block_s
     if name == "draft":
         draft = draft_model(options.draft_model, model)
         store = PlainKVStore.allocate(draft.config, num_slots, draft.dtype, draft.device)
-        price = draft.config.matmul_params * draft.dtype.itemsize / (model.config.matmul_params * model.dtype.itemsize)
         window = min((w for w in (draft.config.sliding_window, view.size) if w is not None), default=None)
         backend = TorchAttention(window, view.sinks if window else 0)
-        proposer = DraftModelProposer(draft, store, backend, block_size, price)
+        proposer = DraftModelProposer(draft, store, backend, block_size, step_bytes(draft) / step_bytes(model))
         if draft is not options.draft_model:
-            proposer.weight_bytes = 0  # the target's own layers
+            proposer.weight_bytes = bytes_beside(draft, model)
         return proposer
     given: Proposer = name
     return given
 
 
-def draft_model(chosen: Transformer | Sequence[int], model: Transformer) -> Transformer:
-    """The drafter: a model of the same vocabulary, or some layers of the target, which costs no memory but its KV."""
-    draft = chosen if isinstance(chosen, Transformer) else model.skipping(_layers(chosen))
+def draft_model(chosen: Transformer | Sequence[int] | str | QuantConfig, model: Transformer) -> Transformer:
+    """The drafter: a model of the same vocabulary, a copy of the target in few bits, or some of the target's layers.
+
+    Layers cost no memory but their KV; a copy keeps its codes, and the target's embedding."""
+    if isinstance(chosen, Transformer):
+        draft = chosen
+    elif isinstance(chosen, (str, QuantConfig)):
+        draft = low_bit_copy(chosen, model)
+    else:
+        draft = model.skipping(_layers(chosen))
     mine, theirs = draft.config.vocab_size, model.config.vocab_size
     if mine != theirs:
         raise ValueError(f"draft_model has a vocabulary of {mine} tokens, the target {theirs}; they must be the same")
@@ -67,12 +79,39 @@ def draft_model(chosen: Transformer | Sequence[int], model: Transformer) -> Tran
     return draft
 
 
+def low_bit_copy(chosen: str | QuantConfig, model: Transformer) -> Transformer:
+    """The target with its weights in few bits; ValueError for an unknown name, or a grid that does not fit its shapes."""
+    if isinstance(chosen, str) and chosen not in COPIES:
+        raise _no_draft_model(chosen)
+    config = COPIES[chosen] if isinstance(chosen, str) else chosen
+    copy = quantise_model(model, config)
+    if torch.equal(copy.embedding, model.embedding):
+        copy.embedding = model.embedding
+    return copy
+
+
+def step_bytes(model: Transformer) -> int:
+    """Bytes of weights that a step of one token multiplies by."""
+    return sum(m.traffic(1).weight_bytes for m in model.modules() if isinstance(m, Linear))
+
+
+def bytes_beside(draft: Transformer, model: Transformer) -> int:
+    """Bytes of weights that the draft holds and the model does not."""
+    shared = {id(t) for t in model.buffers()}
+    return sum(t.nbytes for t in draft.buffers() if id(t) not in shared)
+
+
 def _layers(chosen: Sequence[int]) -> list[int]:
     try:
         return [operator.index(i) for i in chosen]
     except TypeError:
-        what = "a Transformer, or numbers of the target's layers"
-        raise ValueError(f"draft_model for speculative='draft' must be {what}, got {chosen!r:.60}") from None
+        raise _no_draft_model(chosen) from None
+
+
+def _no_draft_model(chosen: object) -> ValueError:
+    copies = " or ".join(map(repr, COPIES))
+    what = f"a Transformer, {copies} or a QuantConfig (the target in few bits), or numbers of the target's layers"
+    return ValueError(f"draft_model for speculative='draft' must be {what}, got {chosen!r:.60}")
 
 
 def _head_file(chosen: str | Path | None, model: Transformer) -> Path:

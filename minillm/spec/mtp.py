@@ -7,7 +7,7 @@ from typing import Sequence
 
 import torch
 import torch.nn.functional as F
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
@@ -15,7 +15,11 @@ from minillm.engine.request import Request
 from minillm.engine.sampler import most_likely
 from minillm.model.transformer import Transformer
 from minillm.perf.work import Work
+from minillm.quant.linear import Linear, default_method
 from minillm.spec.draft import Draft
+
+HEADS = Path(__file__).parent / "heads"
+"""Trained heads that come with the package: one file per model, named like it."""
 
 
 class MTPHead(nn.Module):
@@ -58,7 +62,7 @@ class MTPHead(nn.Module):
             hidden, intermediate = tensors["down.weight"].shape
             head = cls(hidden, intermediate, tensors.pop("vocab").long())
             head.load_state_dict({**tensors, "vocab": head.get_buffer("vocab")})
-        except (OSError, KeyError, RuntimeError, ValueError) as error:
+        except (OSError, KeyError, RuntimeError, ValueError, SafetensorError) as error:
             raise ValueError(f"{path} holds no MTP head: {error}") from error
         return head.to(dtype).eval()
 
@@ -69,15 +73,19 @@ class MTPProposer:
     wants_hidden = True
 
     def __init__(self, head: MTPHead, model: Transformer):
-        size = model.config.hidden_size
+        """ValueError for a head of another model's shape. The head stays as it is."""
+        size, words = model.config.hidden_size, model.config.vocab_size
         if head.down.out_features != size:
             raise ValueError(f"the MTP head is made for states of {head.down.out_features}, the model's have {size}")
-        self.head = head.to(model.dtype)
+        vocab = head.get_buffer("vocab")
+        if not len(vocab) or not 0 <= int(vocab.min()) <= int(vocab.max()) < words:
+            raise ValueError(f"the MTP head guesses tokens {vocab.tolist()!r:.40}, the model's are 0 to {words - 1}")
+        self.vocab = vocab.to(model.device)
         self.embedding = model.embedding
-        self.vocab = head.get_buffer("vocab")
-        output, _ = model.head.dense()
-        self.output = output[self.vocab].contiguous()  # [n, hidden]
-        self.weight_bytes = self.output.nbytes + sum(p.nbytes for p in self.head.parameters())
+        self.head = _packed(head, model)
+        self.output = _linear(model.head.dense()[0][self.vocab], model)  # hidden → the tokens that can be guessed
+        self._linears = [m for m in (*self.head.modules(), self.output) if isinstance(m, Linear)]
+        self.weight_bytes = sum(linear.nbytes() for linear in self._linears)
         self.price = self.weight_bytes / (model.config.matmul_params * model.dtype.itemsize)
         self._states: dict[str, Tensor] = {}
         self._work = Work()
@@ -106,7 +114,7 @@ class MTPProposer:
         token = torch.tensor([r.token_ids[-1] for r, _ in active], device=state.device)
         for step in range(max(n for _, n in active)):
             state = self.head(state, self.embedding[token])
-            token = self.vocab[torch.tensor(most_likely(F.linear(state, self.output)), device=state.device)]
+            token = self.vocab[torch.tensor(most_likely(self.output(state)), device=state.device)]
             self._work += self.work(len(active))
             for (request, n), t in zip(active, token.tolist(), strict=True):
                 if step < n:
@@ -115,8 +123,18 @@ class MTPProposer:
 
     def work(self, rows: int) -> Work:
         """One token of each of these rows: the head's weights and the cut output matrix are read once."""
-        element = self.output.element_size()
-        weights = sum(p.numel() for p in self.head.parameters()) + self.output.numel()
-        moved = rows * (6 * self.output.shape[1] + self.output.shape[0] + 3 * self.head.down.in_features)
-        flops = {str(self.output.dtype).removeprefix("torch."): 2 * rows * weights}
-        return Work(flops, weight_bytes=weights * element, activation_bytes=moved * element, launches=9)
+        element, size = self.output.dtype.itemsize, self.output.in_features
+        small = Work(activation_bytes=rows * (8 * size + 3 * self.head.down.in_features) * element, launches=6)
+        return sum((linear.work(rows) for linear in self._linears), small)
+
+
+def _linear(weight: Tensor, model: Transformer) -> Linear:
+    return Linear(weight.to(model.device, model.dtype), None, default_method(model.dtype, model.device))
+
+
+def _packed(head: MTPHead, model: Transformer) -> MTPHead:
+    """The head in the model's dtype, its weights laid out like the model's."""
+    packed = MTPHead(head.down.out_features, head.down.in_features, head.get_buffer("vocab"))
+    for name in ("join", "gate_up", "down"):
+        setattr(packed, name, _linear(getattr(head, name).weight.detach(), model))
+    return packed.eval()

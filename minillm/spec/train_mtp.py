@@ -26,7 +26,7 @@ from minillm.engine.batch import ForwardBatch, Row
 from minillm.llm import LLM
 from minillm.model.transformer import Transformer
 from minillm.sampling_params import SamplingParams
-from minillm.spec.mtp import MTPHead
+from minillm.spec.mtp import HEADS, MTPHead
 
 TOPICS = (
     "rain", "bees", "bread", "volcanoes", "bridges", "the moon", "sleep", "money", "trains", "the heart", "rivers", "clouds",
@@ -162,7 +162,7 @@ def acceptance(head: MTPHead, model: Transformer, examples: Examples) -> list[fl
 def main() -> None:
     parser = argparse.ArgumentParser(description="Train an MTP head on text that the model wrote.")
     parser.add_argument("--model", default="smollm2-135m")
-    parser.add_argument("--out", type=Path, default=Path("assets/mtp/smollm2-135m.safetensors"))
+    parser.add_argument("--out", type=Path, default=HEADS / "smollm2-135m.safetensors")
     parser.add_argument("--prompts", type=int, default=440, help="prompts to answer; the last ones are held out")
     parser.add_argument("--epochs", type=int, default=6)
     parser.add_argument("--depth", type=int, default=3, help="guesses that are trained")

@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from minillm import LLM, SamplingParams
+from minillm.quant.config import QuantConfig
 from minillm.spec.draft import Draft
 from minillm.spec.mtp import MTPHead, MTPProposer
 from minillm.spec.train_mtp import states_of
@@ -53,6 +54,8 @@ def mtp_proposer():
 PROPOSERS = {
     "ngram": lambda: {"speculative": "ngram"},
     "layers": lambda: {"speculative": "draft", "draft_model": [0]},
+    "int8": lambda: {"speculative": "draft", "draft_model": "int8"},
+    "two bits": lambda: {"speculative": "draft", "draft_model": QuantConfig(bits=2, group=4)},
     "itself": lambda: {"speculative": "draft", "draft_model": tiny_model()},
     "mtp": lambda: {"speculative": mtp_proposer()},
     "oracle": lambda: {"speculative": Oracle({2, 3, 9})},
@@ -118,7 +121,8 @@ def test_what_is_no_draft_is_refused_by_name(answer, message):
 
 @pytest.mark.parametrize(
     ("kind", "value"),
-    [("draft", ["a"]), ("draft", "01"), ("draft", 0), ("draft", [0.0]), ("mtp", 5), ("mtp", [0]), ("mtp", b"x")],
+    [("draft", ["a"]), ("draft", "01"), ("draft", "int3"),
+     ("draft", 0), ("draft", [0.0]), ("mtp", 5), ("mtp", [0]), ("mtp", b"x")],
 )
 def test_a_draft_model_of_a_wrong_kind_is_refused(kind, value):
     with pytest.raises(ValueError, match=f"draft_model for speculative='{kind}' must be .*, got {re.escape(repr(value))}"):
@@ -241,6 +245,28 @@ def row_of(probs):
     return row
 
 
+def test_a_copy_in_few_bits_holds_its_codes_and_the_embedding_of_the_target():
+    plain = tiny_engine()
+    engine = tiny_engine(speculative="draft", draft_model="int8")
+    drafter, model = engine.speculation.proposer, engine.model
+    assert drafter.model.embedding is model.embedding
+    beside = engine.weight_bytes - plain.weight_bytes
+    assert 0 < beside < plain.weight_bytes - model.embedding.nbytes, "codes of a byte against numbers of eight"
+    assert 1 / 8 < drafter.price < 1 / 4
+    before = {name: t.clone() for name, t in model.dense_weights().items()}
+    engine.add_request([2, 3], SamplingParams(max_tokens=6, ignore_eos=True))
+    run_to_end(engine)
+    assert all(torch.equal(t, before[name]) for name, t in model.dense_weights().items())
+
+
+def test_layers_of_the_target_hold_nothing_and_cost_their_share():
+    engine = tiny_engine(speculative="draft", draft_model=[0])
+    assert engine.weight_bytes == tiny_engine().weight_bytes
+    c = engine.model.config
+    share = (c.layer_matmul_params + c.vocab_size * c.hidden_size) / c.matmul_params
+    assert engine.speculation.proposer.price == pytest.approx(share)
+
+
 class Faulty(Oracle):
     def __init__(self, make):
         super().__init__()
@@ -314,6 +340,7 @@ def test_an_accepted_run_ends_at_the_models_length(room):
         ({"speculative": "ngram", "draft_model": [0]}, "not for 'ngram'"),
         ({"draft_model": [0]}, "speculative is None"),
         ({"speculative": "draft", "draft_model": [7]}, r"at least one of 0 to 1, got \[7\]"),
+        ({"speculative": "draft", "draft_model": "int4"}, "not a multiple of group 64"),
         ({"speculative": "ngram", "kv_cache": "none"}, "kv_cache='none'"),
         ({"speculative": "ngram", "overlap": True}, "overlap=True"),
         ({"speculative": "ngram", "batching": "static"}, "batching='static'"),
