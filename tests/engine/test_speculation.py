@@ -121,8 +121,16 @@ def test_what_is_no_draft_is_refused_by_name(answer, message):
 
 @pytest.mark.parametrize(
     ("kind", "value"),
-    [("draft", ["a"]), ("draft", "01"), ("draft", "int3"),
-     ("draft", 0), ("draft", [0.0]), ("mtp", 5), ("mtp", [0]), ("mtp", b"x")],
+    [
+        ("draft", ["a"]),
+        ("draft", "01"),
+        ("draft", "int3"),
+        ("draft", 0),
+        ("draft", [0.0]),
+        ("mtp", 5),
+        ("mtp", [0]),
+        ("mtp", b"x"),
+    ],
 )
 def test_a_draft_model_of_a_wrong_kind_is_refused(kind, value):
     with pytest.raises(ValueError, match=f"draft_model for speculative='{kind}' must be .*, got {re.escape(repr(value))}"):
