@@ -211,6 +211,7 @@ class EngineConfig:
     draft_model: for "draft" a Transformer of the same vocabulary, the target in few bits ("int8", "int4" or a QuantConfig), or
         numbers of the target's layers that draft; for "mtp" the file of a head, None takes the one that comes with the model.
     num_draft_tokens: tokens of one draft at most. adaptive_drafts: choose their number by each request's own acceptance.
+    accept_rule: None, or an AcceptRule of one's own (minillm.spec.verify) that judges drafts which were drawn.
     max_draft_batch: no drafts in a step of that many tokens or more: there they are no longer nearly free.
     """
 
@@ -252,6 +253,7 @@ class EngineConfig:
     num_draft_tokens: int = 8
     adaptive_drafts: bool = True
     max_draft_batch: int = 16
+    accept_rule: Any = None
 
     def __post_init__(self) -> None:
         for name in ("dtype", "device", "kv_cache", "kv_dtype", "allocation", "prefill", "queue_order"):
@@ -337,6 +339,8 @@ class EngineConfig:
             )
 
     def _check_speculation(self) -> None:
+        if self.accept_rule is not None and not callable(self.accept_rule):
+            raise ValueError(f"accept_rule must be None or a callable (p, q, token, u, w), got {self.accept_rule!r:.60}")
         if self.speculative is None:
             if self.draft_model is not None:
                 raise ValueError("draft_model drafts for speculative='draft' or 'mtp'; speculative is None")

@@ -31,7 +31,7 @@ NEUTRAL = frozenset(
     (
         "dtype device seed max_model_len max_num_seqs max_num_batched_tokens block_size num_blocks kv_memory kv_cache allocation "
         "batching prefill queue_order prefix_cache host_cache disk_cache disk_folder cache_write tier_policy compile overlap "
-        "cuda_graphs speculative draft_model num_draft_tokens adaptive_drafts max_draft_batch"
+        "cuda_graphs speculative draft_model num_draft_tokens adaptive_drafts max_draft_batch accept_rule"
     ).split()
 )
 """Options that do not change what the KV of a token is (dtype and block size are in the fingerprint as they came out)."""

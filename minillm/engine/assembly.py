@@ -24,6 +24,7 @@ from minillm.engine.runner import ModelRunner
 from minillm.model.transformer import Transformer
 from minillm.spec.choice import make_speculation
 from minillm.spec.speculation import Speculation
+from minillm.spec.verify import accept_or_replace
 
 log = logging.getLogger("minillm")
 
@@ -71,7 +72,8 @@ def assemble(model: Transformer, options: EngineConfig) -> Parts:
     graphs = DecodeGraphs.of(options, max_model_len, model, store, backend, compiled)
     speculation = make_speculation(options, model, store.num_slots, size.block_size, view)
     wants_states = speculation is not None and speculation.wants_states
-    runner = ModelRunner(model, store, backend, size.block_size, compiled, graphs, wants_states)
+    rule = options.accept_rule or accept_or_replace
+    runner = ModelRunner(model, store, backend, size.block_size, compiled, graphs, wants_states, rule)
     if cache.tiers is not None:
         calibrate(cache.tiers, runner.forward, config, min(options.max_num_batched_tokens, max_model_len), size.num_blocks)
     return Parts(max_model_len, size, store, cache, runner, speculation)

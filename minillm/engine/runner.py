@@ -22,7 +22,7 @@ from minillm.model.transformer import Transformer
 from minillm.perf.work import Work
 from minillm.sampling_params import SamplingParams
 from minillm.spec.draft import NO_DRAFT, Draft
-from minillm.spec.verify import verify_all
+from minillm.spec.verify import AcceptRule, accept_or_replace, verify_all
 
 UNKNOWN = 0
 """Stands in a batch for a token that the step before has not sampled yet."""
@@ -106,11 +106,12 @@ class ModelRunner:
         compiled: CompiledDecode | None = None,
         graphs: DecodeGraphs | None = None,
         wants_states: bool = False,
+        accept_rule: AcceptRule = accept_or_replace,
     ):
-        """wants_states: hand out hidden states with the tokens, which only the eager path can."""
+        """wants_states: hand out hidden states with the tokens, which only the eager path can. accept_rule: of drawn drafts."""
         self.model, self.store, self.backend, self.block_size = model, store, backend, block_size
         self.compiled, self.graphs, self.eager = compiled, graphs, Eager(model, store, backend)
-        self.wants_states = wants_states
+        self.wants_states, self.accept_rule = wants_states, accept_rule
 
     def prepare(self, output: SchedulerOutput) -> Step:
         """Build the tensors and the attention plan, and count the work. Nothing here needs the step before to have run."""
@@ -146,7 +147,7 @@ class ModelRunner:
             logits = self.model.head(states)
         else:
             logits = step.path.run(step.batch, step.plan)
-        tokens = verify_all(logits, step.seats)
+        tokens = verify_all(logits, step.seats, self.accept_rule)
         if states is not None:  # of each seat's rows, the one that gave its last token
             firsts = accumulate((1 + len(seat.draft) for seat in step.seats), initial=0)
             states = states[[first + len(got) - 1 for first, got in zip(firsts, tokens)]]

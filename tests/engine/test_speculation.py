@@ -237,6 +237,21 @@ def test_a_drawn_draft_keeps_to_tokens_that_the_filters_allow():
     assert {o.token_ids for o in outputs} == {greedy([2, 3], 8)} and engine.meter.drafted > engine.meter.accepted
 
 
+def test_an_accept_rule_of_ones_own_judges_the_drawn_drafts_of_the_engine():
+    asked = []
+
+    def never(p, q, token, u, w):
+        asked.append((float(p.sum()), float(q.sum()), token))
+        return int(p.argmax()), False
+
+    params = SamplingParams(max_tokens=6, temperature=1.0, seed=1, ignore_eos=True)
+    (out,), engine = serve([[2, 3]], params, speculative=Drawn(), accept_rule=never, adaptive_drafts=False, num_draft_tokens=2)
+    assert engine.meter.accepted == 0 and len(asked) == 4, "first token and last: nothing is drafted; each other pass refuses"
+    assert all(p == pytest.approx(1) and q == pytest.approx(1) for p, q, _ in asked) and len(out.token_ids) == 6
+    with pytest.raises(ValueError, match="accept_rule must be None or a callable .* got 3"):
+        tiny_engine(accept_rule=3)
+
+
 def test_the_work_of_a_drafting_model_is_counted():
     params = SamplingParams(max_tokens=8, ignore_eos=True)
     _, plain = serve([[2, 3]], params)

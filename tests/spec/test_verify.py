@@ -43,6 +43,11 @@ def drawn_from(q, seed, position):
     return int(torch.searchsorted(torch.tensor(q).cumsum(0), uniform(seed, position, 7), right=True).clamp(max=len(q) - 1))
 
 
+def numbers(seed):
+    """u and w: what a rule decides with."""
+    return uniform(seed, 3, 1), uniform(seed, 3, 2)
+
+
 PAIRS = [
     ((0.5, 0.3, 0.2), (0.5, 0.3, 0.2)),
     ((0.5, 0.3, 0.2), (0.2, 0.3, 0.5)),
@@ -139,13 +144,13 @@ def test_the_token_is_always_one_that_the_target_can_say(p, q):
     p, q = torch.tensor(p, dtype=torch.float64), torch.tensor(q, dtype=torch.float64)
     for seed in range(300):
         for drafted in range(len(q)):
-            token, accepted = accept_or_replace(p, q, drafted, seed, 3)
+            token, accepted = accept_or_replace(p, q, drafted, *numbers(seed))
             assert p[token] > 0 and (token == drafted or not accepted)
 
 
 def test_equal_distributions_accept_everything():
     p = torch.tensor([0.2, 0.8], dtype=torch.float64)
-    assert all(accept_or_replace(p, p, t, seed, 3) == (t, True) for t in (0, 1) for seed in range(200))
+    assert all(accept_or_replace(p, p, t, *numbers(seed)) == (t, True) for t in (0, 1) for seed in range(200))
 
 
 def test_logprobs_are_those_of_each_tokens_own_row():
@@ -157,3 +162,19 @@ def test_logprobs_are_those_of_each_tokens_own_row():
 def test_logits_that_do_not_fit_the_draft_are_refused():
     with pytest.raises(ValueError, match="a draft of 2 tokens is verified by 3 rows of logits, got 2"):
         verify(logits_of((0.5, 0.5), (0.5, 0.5)), request(), Draft((0, 1)))
+
+
+@pytest.mark.parametrize(
+    ("answer", "message"),
+    [
+        (None, r"gives \(token id, whether the drafted token stands\), got None"), (1, "got 1"),
+        ((1.5, False), "got"), ((), "got"),
+        ((2, False), "chose token 2, which the target cannot say"), ((9, False), "token 9"), ((-1, False), "token -1"),
+        ((0, True), "accepts token 0 where token 1 was drafted"),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_a_rule_of_somebodys_own_is_held_to_its_promise(answer, message):
+    logits, q = logits_of((0.5, 0.5, 0.0), (0.5, 0.5, 0.0)), torch.tensor([[0.2, 0.8, 0.0]])
+    with pytest.raises(ValueError, match=message):
+        verify(logits, request(temperature=1.0), Draft((1,), q), rule=lambda p, q, token, u, w: answer)
