@@ -10,6 +10,7 @@ from typing import Any, Literal, Mapping
 
 import torch
 
+from minillm.model.moe_config import MoEConfig
 from minillm.quant.config import as_config
 
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -18,6 +19,8 @@ ARCHITECTURES = {
     "MistralForCausalLM": "mistral",
     "Qwen2ForCausalLM": "qwen2",
     "Qwen3ForCausalLM": "qwen3",
+    "MixtralForCausalLM": "mixtral",
+    "Qwen3MoeForCausalLM": "qwen3_moe",
 }
 
 
@@ -75,7 +78,10 @@ class RopeConfig:
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """The shape of one decoder-only transformer. Sizes are counts of elements; nothing here depends on a dtype or device."""
+    """The shape of one decoder-only transformer. Sizes are counts of elements; nothing here depends on a dtype or device.
+
+    moe: the mixture of experts that takes the MLP's place in all layers but its dense_layers; intermediate_size is theirs.
+    """
 
     vocab_size: int
     hidden_size: int
@@ -93,6 +99,7 @@ class ModelConfig:
     mlp_bias: bool = False
     qk_norm: bool = False
     sliding_window: int | None = None
+    moe: MoEConfig | None = None
     eos_token_ids: tuple[int, ...] = ()
     bos_token_id: int | None = None
     family: str = "llama"
@@ -114,9 +121,26 @@ class ModelConfig:
             raise ValueError(f"eos_token_ids must be a tuple of whole numbers, got {self.eos_token_ids!r:.60}")
         if not isinstance(self.rope, RopeConfig):
             raise ValueError(f"rope must be a RopeConfig, got {self.rope!r:.60}")
+        self._check_moe()
         bad = [t for t in self.eos_token_ids if not 0 <= t < self.vocab_size]
         if bad:
             raise ValueError(f"eos_token_ids {bad} are outside the vocabulary of {self.vocab_size}")
+
+    def _check_moe(self) -> None:
+        if self.moe is None:
+            return
+        if not isinstance(self.moe, MoEConfig):
+            raise ValueError(f"moe must be a MoEConfig, got {self.moe!r:.60}")
+        if self.mlp_bias:
+            raise ValueError("mlp_bias is not supported in a mixture of experts")
+        absent = [i for i in self.moe.dense_layers if not 0 <= i < self.num_layers]
+        if absent:
+            raise ValueError(f"dense_layers {absent} are outside the {self.num_layers} layers")
+
+    @property
+    def sparse_layers(self) -> tuple[int, ...]:
+        """Layers that have a mixture of experts."""
+        return () if self.moe is None else tuple(i for i in range(self.num_layers) if i not in self.moe.dense_layers)
 
     @property
     def group_size(self) -> int:
@@ -133,14 +157,37 @@ class ModelConfig:
 
     @property
     def layer_matmul_params(self) -> int:
-        """Weights of one layer's matrix products: fused QKV, output, fused gate-up, down."""
+        """Weights of one plain layer's matrix products: fused QKV, output, fused gate-up, down."""
         attention = self.hidden_size * (self.q_size + 2 * self.kv_size) + self.q_size * self.hidden_size
         return attention + 3 * self.hidden_size * self.intermediate_size
 
     @property
+    def layers_matmul_params(self) -> int:
+        """Weights of all layers that one token is multiplied by; of the routed experts those that it goes to."""
+        return self.num_layers * self.layer_matmul_params + self._sparse_excess(active=True)
+
+    @property
     def matmul_params(self) -> int:
-        """Weights that every decoding step multiplies by: all layers and the output head, not the embedding lookup."""
-        return self.num_layers * self.layer_matmul_params + self.vocab_size * self.hidden_size
+        """Weights that every decoding token is multiplied by: all layers and the output head, not the embedding lookup."""
+        return self.layers_matmul_params + self.vocab_size * self.hidden_size
+
+    def _sparse_excess(self, active: bool) -> int:
+        """Weights that mixtures have above (below, if negative) the MLPs whose place they take. active: those of one token."""
+        if self.moe is None:
+            return 0
+        experts = self.moe.top_k if active else self.moe.num_experts
+        mixture = experts * self.moe.expert_params(self.hidden_size) + self.moe.common_params(self.hidden_size)
+        if active and self.moe.selection_bias:
+            mixture -= self.moe.num_experts  # added, not multiplied by
+        return len(self.sparse_layers) * (mixture - 3 * self.hidden_size * self.intermediate_size)
+
+    @property
+    def active_params(self) -> int:
+        """Parameters that one token meets: all but the routed experts that it does not go to."""
+        if self.moe is None:
+            return self.num_params
+        passed_by = self.moe.num_experts - self.moe.top_k
+        return self.num_params - len(self.sparse_layers) * passed_by * self.moe.expert_params(self.hidden_size)
 
     @property
     def num_params(self) -> int:
@@ -155,7 +202,7 @@ class ModelConfig:
         if self.qk_norm:
             per_layer += 2 * self.head_dim
         embeddings = self.vocab_size * self.hidden_size * (1 if self.tie_embeddings else 2)
-        return self.num_layers * per_layer + embeddings + self.hidden_size
+        return self.num_layers * per_layer + self._sparse_excess(active=False) + embeddings + self.hidden_size
 
     def kv_bytes_per_token(self, bytes_per_element: float = 2) -> float:
         """Bytes of K and V that one token leaves in all layers (16-bit unless said)."""

@@ -41,8 +41,7 @@ class Reference:
             p = f"model.layers.{i}"
             x = x + self._attention(self._norm(x, f"{p}.input_layernorm.weight"), f"{p}.self_attn")
             normed = self._norm(x, f"{p}.post_attention_layernorm.weight")
-            gate, up = self._linear(normed, f"{p}.mlp.gate_up_proj").chunk(2, dim=-1)
-            x = x + self._linear(gate * torch.sigmoid(gate) * up, f"{p}.mlp.down_proj")
+            x = x + (self._experts(normed, f"{p}.mlp") if i in c.sparse_layers else self._mlp(normed, f"{p}.mlp"))
         head = w["model.embed_tokens.weight" if c.tie_embeddings else "lm_head.weight"]
         return self._norm(x, "model.norm.weight") @ head.T
 
@@ -52,6 +51,32 @@ class Reference:
         while len(out) < n:
             out.append(int(self.logits([*prompt, *out])[-1].argmax()))
         return out[:n]
+
+    def _mlp(self, x: Tensor, p: str) -> Tensor:
+        gate, up = self._linear(x, f"{p}.gate_up_proj").chunk(2, dim=-1)
+        return self._linear(gate * torch.sigmoid(gate) * up, f"{p}.down_proj")
+
+    def _experts(self, x: Tensor, p: str) -> Tensor:
+        """One token after the other, one expert after the other (one group of experts only)."""
+        moe = self.config.moe
+        assert moe is not None and moe.num_groups == 1
+        rows = []
+        for row in x:
+            scores = (self.weights[f"{p}.gate.weight"] @ row).tolist()
+            if moe.scoring == "sigmoid":
+                scores = [1 / (1 + math.exp(-s)) for s in scores]
+            else:
+                highest = max(scores)
+                scores = [math.exp(s - highest) for s in scores]
+                scores = [s / sum(scores) for s in scores]
+            bias = self.weights.get(f"{p}.gate.e_score_correction_bias", torch.zeros(moe.num_experts)).tolist()
+            chosen = sorted(range(moe.num_experts), key=lambda e: (-scores[e] - bias[e], e))[: moe.top_k]
+            total = sum(scores[e] for e in chosen) if moe.renormalise else 1.0
+            parts = [scores[e] / total * moe.scale * self._mlp(row[None], f"{p}.experts.{e}")[0] for e in chosen]
+            if moe.shared_size:
+                parts.append(self._mlp(row[None], f"{p}.shared_experts")[0])
+            rows.append(torch.stack(parts).sum(0))
+        return torch.stack(rows)
 
     def _attention(self, x: Tensor, p: str) -> Tensor:
         c, length, d = self.config, len(x), self.config.head_dim

@@ -14,6 +14,7 @@ from minillm import LLM, Engine, EngineConfig, ModelConfig, SamplingParams, Tran
 from minillm.attention.sparse import SparseAttention
 from minillm.attention.torch_backend import TorchAttention
 from minillm.engine.batch import ForwardBatch
+from minillm.model.moe_config import MoEConfig
 from minillm.model.transformer import expected_shapes
 
 from .reference import Reference, SparseReference
@@ -24,6 +25,8 @@ EOS = (0, 1)
 
 GROUPS = (1, 2, 3)
 WINDOWS = (None, 4)
+EXPERTS = 4
+"""In the place of a group: a model with a mixture of experts in two of its layers."""
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -41,6 +44,9 @@ def tiny_config(group: int = 3, window: int | None = None, **changes: Any) -> Mo
         1: {"tie_embeddings": True},
         2: {"qkv_bias": True, "attention_out_bias": True, "mlp_bias": True},
         3: {"qk_norm": True},
+        EXPERTS: {"num_heads": 2, "num_layers": 3, "moe": MoEConfig(
+            5, 2, 6, shared_size=4, scoring="sigmoid", selection_bias=True, scale=1.5, dense_layers=(1,)
+        )},
     }
     shape: dict[str, Any] = dict(
         vocab_size=VOCAB, hidden_size=16, intermediate_size=20, num_layers=2, num_heads=2 * group, num_kv_heads=2, head_dim=4,
@@ -284,3 +290,10 @@ kv_dtypes = st.sampled_from(["auto", "auto", "int8", "fp8"])
 
 sparse_views = st.tuples(st.integers(1, 3), st.integers(1, 6))
 """Blocks that a query chooses, and its window."""
+
+models_and_experts = st.one_of(models, st.just((EXPERTS, None, 0)))
+
+
+def for_experts(options: dict[str, Any], group: int) -> dict[str, Any]:
+    """The options without what a mixture of experts refuses, where the model of that group is one."""
+    return options | {"cuda_graphs": False} if group == EXPERTS else options

@@ -68,6 +68,8 @@ def assemble(model: Transformer, options: EngineConfig) -> Parts:
     reserve = reservation(options.strips, max_model_len)
     cache = CacheManager(BlockPool(size.num_blocks), prefix, size.block_size, view, reserve)
 
+    if config.moe is not None:
+        _check_experts(options, config.name)
     compiled = compile_step(options, model, store, backend) if options.compile else None
     graphs = DecodeGraphs.of(options, max_model_len, model, store, backend, compiled)
     speculation = make_speculation(options, model, store.num_slots, size.block_size, view)
@@ -77,6 +79,16 @@ def assemble(model: Transformer, options: EngineConfig) -> Parts:
     if cache.tiers is not None:
         calibrate(cache.tiers, runner.forward, config, min(options.max_num_batched_tokens, max_model_len), size.num_blocks)
     return Parts(max_model_len, size, store, cache, runner, speculation)
+
+
+def _check_experts(options: EngineConfig, name: str) -> None:
+    for option in ("compile", "cuda_graphs"):
+        value = getattr(options, option)
+        if value is not False:
+            raise ValueError(
+                f"{option}={value!r:.60} fixes a step before it runs, and who gets the tokens of {name}'s experts is decided "
+                f"while it runs: leave {option}=False"
+            )
 
 
 def make_store(options: EngineConfig, model: Transformer, size: PoolSize, shared: bool) -> KVStore:

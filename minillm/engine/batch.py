@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Sequence
 
 import numpy as np
@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from minillm.cache.block_pool import NULL_BLOCK
+from minillm.model.loads import ExpertLoads
 
 
 @dataclass(frozen=True)
@@ -46,6 +47,7 @@ class ForwardBatch:
     q_lens, kv_lens: [rows] tokens of this step, and tokens visible after it. tables: [rows] block tables.
     logit_indices: [samples] int64, the tokens whose logits are wanted.
     num_padding: rows at the end that belong to no request.
+    loads: where a mixture of experts notes who got how many tokens; the one thing here that the model writes.
     """
 
     token_ids: Tensor
@@ -57,6 +59,7 @@ class ForwardBatch:
     block_size: int
     logit_indices: Tensor
     num_padding: int = 0
+    loads: ExpertLoads = field(default_factory=ExpertLoads)
 
     @property
     def num_tokens(self) -> int:

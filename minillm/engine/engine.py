@@ -202,7 +202,7 @@ class Engine:
             except Exception as fault:  # a tokenizer or prefix cache of somebody's own: it ends its request, not the others'
                 self._drop(request)
                 faults.append(fault)
-        work = flight.step.work
+        work = flight.step.work + self.model.routed_work(result.expert_counts, self.runner.backend)
         if self.speculation:
             try:
                 self.speculation.learn(flight.step.seats, result)
@@ -210,6 +210,7 @@ class Engine:
             except Exception as fault:  # a proposer of somebody's own: the step has run all the same
                 faults.append(fault)
         self.meter.record(flight.counts, work, output_tokens=given, accepted=accepted, wasted=wasted)
+        self.meter.route(result.expert_counts)
         self._weigh()
         if faults:
             raise faults[0]

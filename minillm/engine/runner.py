@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
-from typing import Any, Protocol, Sequence
+from typing import Any, Mapping, Protocol, Sequence
 
 import numpy as np
 import torch
@@ -85,10 +85,11 @@ class Step:
 @dataclass(frozen=True)
 class StepResult:
     """What every seat got, in the order of Step.seats: one token, and one more for each accepted draft. states: [seats, hidden],
-    those that gave the last tokens, where a proposer wants them."""
+    those that gave the last tokens, where a proposer wants them. expert_counts: rows that each expert got, by layer."""
 
     tokens: dict[Request, list[Sampled]]
     states: Tensor | None = None
+    expert_counts: Mapping[int, Sequence[int]] = field(default_factory=dict)
 
 
 class ModelRunner:
@@ -151,7 +152,8 @@ class ModelRunner:
         if states is not None:  # of each seat's rows, the one that gave its last token
             firsts = accumulate((1 + len(seat.draft) for seat in step.seats), initial=0)
             states = states[[first + len(got) - 1 for first, got in zip(firsts, tokens)]]
-        return StepResult({seat.request: got for seat, got in zip(step.seats, tokens, strict=True)}, states)
+        owned = {seat.request: got for seat, got in zip(step.seats, tokens, strict=True)}
+        return StepResult(owned, states, step.batch.loads.counts())
 
     def _copy(self, blocks: Sequence[tuple[int, int]]) -> None:
         """Copy whole blocks, (source, target) each, in every layer."""
@@ -168,7 +170,8 @@ class ModelRunner:
         """Logits [samples, vocab] of the tokens that batch.logit_indices names, and the work of computing them."""
         path = self.compiled if self.compiled is not None and self.compiled.accepts(batch) else self.eager
         plan = path.plan(batch)
-        return path.run(batch, plan), self._work(path, batch, plan)
+        logits = path.run(batch, plan)
+        return logits, self._work(path, batch, plan) + self.model.routed_work(batch.loads.counts(), self.backend)
 
     def _path(self, batch: ForwardBatch) -> ForwardPath:
         if self.wants_states:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, Mapping
 
 from minillm.config import ARCHITECTURES, ModelConfig, RopeConfig
+from minillm.model.moe_config import MoEConfig
 
 REQUIRED = (
     "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "max_position_embeddings",
@@ -18,14 +19,32 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     },
     "qwen2": {"max_position_embeddings": 32_768, "num_key_value_heads": 32},
     "qwen3": {"max_position_embeddings": 32_768, "num_key_value_heads": 32, "head_dim": 128},
+    "mixtral": {
+        "max_position_embeddings": 131_072,
+        "num_key_value_heads": 8,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 1_000_000.0,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    },
+    "qwen3_moe": {
+        "max_position_embeddings": 32_768,
+        "num_key_value_heads": 4,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 768,
+        "decoder_sparse_step": 1,
+    },
 }
 TYPES: dict[type | tuple[type, ...], tuple[str, ...]] = {
     int: (*REQUIRED, "num_key_value_heads", "head_dim", "bos_token_id", "sliding_window",
-          "original_max_position_embeddings", "max_window_layers"),
+          "original_max_position_embeddings", "max_window_layers", "num_local_experts", "num_experts", "num_experts_per_tok",
+          "moe_intermediate_size", "decoder_sparse_step"),
     (int, float): ("rms_norm_eps", "rope_theta", "partial_rotary_factor"),
-    bool: ("tie_word_embeddings", "attention_bias", "mlp_bias", "use_sliding_window"),
+    bool: ("tie_word_embeddings", "attention_bias", "mlp_bias", "use_sliding_window", "norm_topk_prob"),
     dict: ("rope_scaling", "rope_parameters", "quantization_config"),
-    list: ("layer_types",),
+    list: ("layer_types", "mlp_only_layers"),
 }
 
 
@@ -47,7 +66,7 @@ def read_config(raw: Mapping[str, Any], name: str = "model") -> ModelConfig:
         raise ValueError(f"{name} is stored quantised ({method}); minillm reads 16- and 32-bit weights and GGUF files")
     heads, eos = raw["num_attention_heads"], raw.get("eos_token_id")
     kv_heads, head_dim = raw.get("num_key_value_heads"), raw.get("head_dim")
-    attention_bias = family in ("llama", "qwen3") and bool(raw.get("attention_bias"))
+    attention_bias = family in ("llama", "qwen3", "qwen3_moe") and bool(raw.get("attention_bias"))
     return ModelConfig(
         vocab_size=raw["vocab_size"], hidden_size=raw["hidden_size"], intermediate_size=raw["intermediate_size"],
         num_layers=raw["num_hidden_layers"], num_heads=heads, num_kv_heads=heads if kv_heads is None else kv_heads,
@@ -55,11 +74,30 @@ def read_config(raw: Mapping[str, Any], name: str = "model") -> ModelConfig:
         max_position=raw["max_position_embeddings"], norm_eps=raw.get("rms_norm_eps", 1e-6), rope=_rope(raw),
         tie_embeddings=bool(raw.get("tie_word_embeddings")),
         qkv_bias=family == "qwen2" or attention_bias, attention_out_bias=attention_bias,
-        mlp_bias=family == "llama" and bool(raw.get("mlp_bias")), qk_norm=family == "qwen3",
-        sliding_window=_sliding_window(raw, family),
+        mlp_bias=family == "llama" and bool(raw.get("mlp_bias")), qk_norm=family in ("qwen3", "qwen3_moe"),
+        sliding_window=_sliding_window(raw, family), moe=_moe(raw, family, name),
         eos_token_ids=() if eos is None else tuple(eos) if isinstance(eos, (list, tuple)) else (eos,),
         bos_token_id=raw.get("bos_token_id"), family=family, name=name,
     )
+
+
+def _moe(raw: Mapping[str, Any], family: str, name: str) -> MoEConfig | None:
+    if family == "mixtral":
+        return MoEConfig(raw["num_local_experts"], raw["num_experts_per_tok"], raw["intermediate_size"])
+    if family != "qwen3_moe":
+        return None
+    experts = next((raw[key] for key in ("num_experts", "num_local_experts") if raw.get(key) is not None), 128)
+    layers, step = raw["num_hidden_layers"], raw["decoder_sparse_step"]
+    if step < 1:
+        raise ValueError(f"config of {name} has decoder_sparse_step {step}; it must be at least 1")
+    only = raw.get("mlp_only_layers") or []
+    dense = tuple(i for i in range(max(layers, 0)) if i in only or (i + 1) % step or experts == 0)
+    if len(dense) == layers:
+        return None
+    return MoEConfig(
+        experts, raw["num_experts_per_tok"], raw["moe_intermediate_size"], renormalise=bool(raw.get("norm_topk_prob")),
+        dense_layers=dense,
+    )  # fmt: skip
 
 
 def _family(raw: Mapping[str, Any]) -> str:
@@ -92,7 +130,7 @@ def _sliding_window(raw: Mapping[str, Any], family: str) -> int | None:
     if family == "llama":
         return None
     window: int | None = raw.get("sliding_window")
-    if family == "mistral":
+    if family in ("mistral", "mixtral"):
         return window
     # Qwen slides in some layers only: those that layer_types marks, or, before it existed, those from max_window_layers on.
     slides = raw.get("use_sliding_window", False) and window is not None

@@ -47,6 +47,19 @@ class MLP(nn.Module):
     def forward(self, x: Tensor, operators: "Operators | None" = None) -> Tensor:
         return self.down((operators or PLAIN).swiglu(self.gate_up(x)))
 
+    def linears(self) -> dict[str, Linear]:
+        """Its linear layers by their names within the layer."""
+        return {"mlp.gate_up_proj": self.gate_up, "mlp.down_proj": self.down}
+
+    def dense_weights(self) -> dict[str, Tensor]:
+        """The tensors that it was built from, by their names within the layer."""
+        out: dict[str, Tensor] = {}
+        for name, linear in self.linears().items():
+            out[f"{name}.weight"], bias = linear.dense()
+            if bias is not None:
+                out[f"{name}.bias"] = bias
+        return out
+
     def work(self, rows: int, operators: "Operators | None" = None) -> Work:
         activation = (operators or PLAIN).swiglu_work(rows, self.down.in_features, self.down.dtype.itemsize)
         return self.gate_up.work(rows) + activation + self.down.work(rows)

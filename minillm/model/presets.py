@@ -29,6 +29,43 @@ _RAW: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 40_960, "rms_norm_eps": 1e-6,
         "rope_theta": 1_000_000.0,
     },
+    "mixtral-8x7b": {
+        "architectures": ["MixtralForCausalLM"],
+        "vocab_size": 32_000,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "hidden_size": 4096,
+        "intermediate_size": 14_336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "max_position_embeddings": 32_768,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 1_000_000.0,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+    },
+    "qwen3-30b-a3b": {
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "vocab_size": 151_936,
+        "bos_token_id": 151_643,
+        "eos_token_id": 151_645,
+        "hidden_size": 2048,
+        "intermediate_size": 6144,
+        "num_hidden_layers": 48,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 4,
+        "head_dim": 128,
+        "max_position_embeddings": 40_960,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 1_000_000.0,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 768,
+        "norm_topk_prob": True,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+    },
 }
 
 SOURCES: dict[str, str] = {
@@ -36,6 +73,8 @@ SOURCES: dict[str, str] = {
     "llama-7b": "config.json of huggyllama/llama-7b; Touvron et al. 2023, arXiv 2302.13971",
     "llama-2-70b": "config.json of meta-llama/Llama-2-70b-hf; Touvron et al. 2023, arXiv 2307.09288",
     "qwen3-32b": "config.json of Qwen/Qwen3-32B; Yang et al. 2025, arXiv 2505.09388",
+    "mixtral-8x7b": "config.json of mistralai/Mixtral-8x7B-v0.1; Jiang et al. 2024, arXiv 2401.04088",
+    "qwen3-30b-a3b": "config.json of Qwen/Qwen3-30B-A3B; Yang et al. 2025, arXiv 2505.09388",
 }
 
 PRESETS: dict[str, ModelConfig] = {name: ModelConfig.from_hf(raw, name) for name, raw in _RAW.items()}

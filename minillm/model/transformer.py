@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from typing import Any, Iterable, Mapping, Sequence, cast
+from typing import Any, Callable, Iterable, Mapping, Sequence, cast
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +14,9 @@ from minillm.cache.kv_store import KVStore
 from minillm.config import ModelConfig
 from minillm.engine.batch import ForwardBatch
 from minillm.model.layers import COMPILED, MLP, PLAIN, Operators, RMSNorm, rope_table
+from minillm.model.loads import ExpertLoads
+from minillm.model.moe import MoE, Router
+from minillm.model.moe_config import moe_parts, moe_shapes
 from minillm.perf.work import Work
 from minillm.quant.linear import AnyMethod, Linear, default_method, method_for
 
@@ -53,19 +56,21 @@ class Attention(nn.Module):
 
 
 class Layer(nn.Module):
-    """x + attention(norm(x)), then x + mlp(norm(x))."""
+    """x + attention(norm(x)), then x + mlp(norm(x)); the MLP may be a mixture of experts."""
 
-    def __init__(self, attention_norm: RMSNorm, attention: Attention, mlp_norm: RMSNorm, mlp: MLP):
+    def __init__(self, attention_norm: RMSNorm, attention: Attention, mlp_norm: RMSNorm, mlp: MLP | MoE):
         super().__init__()
         self.attention_norm, self.attention, self.mlp_norm, self.mlp = attention_norm, attention, mlp_norm, mlp
 
-    def forward(self, x: Tensor, operators: Operators, *step: Any) -> Tensor:
-        attended = self.attention(self.attention_norm(x, operators), operators, *step)
+    def forward(self, x: Tensor, operators: Operators, layer: int, *step: Any, loads: ExpertLoads | None = None) -> Tensor:
+        attended = self.attention(self.attention_norm(x, operators), operators, layer, *step)
         x, normed = self.mlp_norm.after(x, attended, operators)
+        if isinstance(self.mlp, MoE):
+            return x + self.mlp(normed, operators, loads, layer)
         return x + self.mlp(normed, operators)
 
     def work(self, batch: ForwardBatch, operators: Operators, backend: AttentionBackend, plan: Any) -> Work:
-        shape = batch.num_tokens, self.mlp.down.out_features, self.mlp.down.dtype.itemsize
+        shape = batch.num_tokens, self.mlp_norm.weight.numel(), self.mlp_norm.weight.dtype.itemsize
         attention = operators.norm_work(*shape) + self.attention.work(batch, operators, backend, plan)
         mlp = operators.add_norm_work(*shape) + self.mlp.work(batch.num_tokens, operators)
         return attention + mlp + operators.add_work(*shape)
@@ -100,11 +105,24 @@ class Transformer(nn.Module):
                 config, linear(f"{p}.self_attn.qkv_proj"), linear(f"{p}.self_attn.o_proj"),
                 norm(f"{p}.self_attn.q_norm.weight"), norm(f"{p}.self_attn.k_norm.weight"),
             )  # fmt: skip
-            mlp = MLP(linear(f"{p}.mlp.gate_up_proj"), linear(f"{p}.mlp.down_proj"))
+            mlp = self._mixture(weights, linear, p) if i in config.sparse_layers else self._mlp(linear, f"{p}.mlp")
             first, second = norm(f"{p}.input_layernorm.weight"), norm(f"{p}.post_attention_layernorm.weight")
             self.layers.append(Layer(first, attention, second, mlp))  # type: ignore[arg-type]
         self.norm = RMSNorm(weights[NORM], config.norm_eps)
         self.head = Linear(weights.get(HEAD, embedding), None, method_for(method, "lm_head"))
+
+    @staticmethod
+    def _mlp(linear: Callable[[str], Linear], name: str) -> MLP:
+        return MLP(linear(f"{name}.gate_up_proj"), linear(f"{name}.down_proj"))
+
+    def _mixture(self, weights: Mapping[str, Tensor], linear: Callable[[str], Linear], p: str) -> MoE:
+        moe = self.config.moe
+        assert moe is not None
+        router = Router(moe, weights[f"{p}.mlp.gate.weight"], weights.get(f"{p}.mlp.gate.e_score_correction_bias"))
+        gate_up = [linear(f"{p}.mlp.experts.{e}.gate_up_proj") for e in range(moe.num_experts)]
+        down = [linear(f"{p}.mlp.experts.{e}.down_proj") for e in range(moe.num_experts)]
+        shared = self._mlp(linear, f"{p}.mlp.shared_experts") if moe.shared_size else None
+        return MoE(moe, router, gate_up, down, shared)
 
     def forward(self, batch: ForwardBatch, store: KVStore, backend: AttentionBackend, plan: Any) -> Tensor:
         """One step. Returns logits [samples, vocab] in the model's dtype, for the tokens that batch.logit_indices names."""
@@ -116,19 +134,31 @@ class Transformer(nn.Module):
         cos, sin = self.rope[batch.positions].unsqueeze(2).unbind(1)  # [tokens, 1, head_dim] each
         operators = getattr(backend, "operators", PLAIN)
         for i, layer in enumerate(self.layers):
-            x = layer(x, operators, i, cos, sin, batch.slots, store, backend, plan)
+            x = layer(x, operators, i, cos, sin, batch.slots, store, backend, plan, loads=batch.loads)
         return self.norm(x[batch.logit_indices], operators)
 
     def work(self, batch: ForwardBatch, backend: AttentionBackend, plan: Any, fused: bool = False) -> Work:
-        """What forward does for this batch; fused: small operators are compiled into one. All layers have one shape, so one is
-        counted and multiplied."""
+        """What forward does for this batch; fused: small operators are compiled into one. Of layers of one shape one is counted.
+        What routed experts do is known when the step has run: see ``routed_work``."""
         c, element, samples = self.config, self.dtype.itemsize, len(batch.logit_indices)
         lookup = batch.num_tokens * c.hidden_size * element
         embed = Work(weight_bytes=lookup + 2 * batch.num_tokens * c.head_dim * element, activation_bytes=lookup, launches=2)
         pick = Work(activation_bytes=2 * samples * c.hidden_size * element, launches=1)
         operators = COMPILED if fused else getattr(backend, "operators", PLAIN)
-        layers = self.layers[0].work(batch, operators, backend, plan) * c.num_layers  # type: ignore[operator]
-        return embed + layers + pick + self.norm.work(samples) + self.head.work(samples)
+        total = embed + pick + self.norm.work(samples) + self.head.work(samples)
+        for kind in (MLP, MoE):
+            alike = [layer for layer in cast(Iterable[Layer], self.layers) if isinstance(layer.mlp, kind)]
+            if alike:
+                total += alike[0].work(batch, operators, backend, plan) * len(alike)
+        return total
+
+    def routed_work(self, counts: Mapping[int, Sequence[int]], backend: AttentionBackend) -> Work:
+        """What the routed experts did in a step. counts: {layer: rows of each expert}, as the batch's loads have them."""
+        operators = getattr(backend, "operators", PLAIN)
+        total = Work()
+        for layer, rows in counts.items():
+            total += self.layers[layer].mlp.routed_work(rows, operators)  # type: ignore[operator,union-attr]
+        return total
 
     def weight_bytes(self) -> int:
         """Bytes held by weights, every copy counted: a tied embedding that is also packed as the head counts twice."""
@@ -166,7 +196,11 @@ class Transformer(nn.Module):
         shallow = copy.copy(self)
         shallow._modules = dict(self._modules)
         shallow.layers = nn.ModuleList([self.layers[i] for i in layers])
-        shallow.config = dataclasses.replace(self.config, num_layers=len(layers), name=f"{self.config.name}-{len(layers)}-layers")
+        moe = self.config.moe
+        if moe is not None:
+            moe = dataclasses.replace(moe, dense_layers=tuple(i for i, old in enumerate(layers) if old in moe.dense_layers))
+        name = f"{self.config.name}-{len(layers)}-layers"
+        shallow.config = dataclasses.replace(self.config, num_layers=len(layers), moe=moe, name=name)
         return shallow
 
     def dense_weights(self) -> dict[str, Tensor]:
@@ -176,8 +210,8 @@ class Transformer(nn.Module):
             out[HEAD], _ = self.head.dense()
         for i, layer in enumerate(cast(Iterable[Layer], self.layers)):
             p = f"model.layers.{i}"
-            linears = {"self_attn.qkv_proj": layer.attention.qkv, "self_attn.o_proj": layer.attention.out,
-                       "mlp.gate_up_proj": layer.mlp.gate_up, "mlp.down_proj": layer.mlp.down}  # fmt: skip
+            linears = {"self_attn.qkv_proj": layer.attention.qkv, "self_attn.o_proj": layer.attention.out}
+            out.update({f"{p}.{name}": tensor for name, tensor in layer.mlp.dense_weights().items()})
             for name, module in linears.items():
                 out[f"{p}.{name}.weight"], bias = module.dense()
                 if bias is not None:
@@ -189,7 +223,7 @@ class Transformer(nn.Module):
 
     def converted(self, dtype: torch.dtype, device: torch.device | str, linear_method: AnyMethod | None = None) -> "Transformer":
         """A copy in another dtype, on another device or with another linear method; this one stays as it is."""
-        weights = {name: t.to(device=device, dtype=dtype) for name, t in self.dense_weights().items()}
+        weights = {name: t.to(device=device, dtype=held_in(name, dtype)) for name, t in self.dense_weights().items()}
         return Transformer(self.config, weights, linear_method or default_method(dtype, device)).eval()
 
 
@@ -201,14 +235,19 @@ def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
         shapes[HEAD] = (c.vocab_size, c.hidden_size)
     biased = {"self_attn.q_proj": c.qkv_bias, "self_attn.k_proj": c.qkv_bias, "self_attn.v_proj": c.qkv_bias,
               "self_attn.o_proj": c.attention_out_bias}  # fmt: skip
+    sparse = dict.fromkeys(c.sparse_layers, c.moe) if c.moe else {}
     for i in range(c.num_layers):
         p = f"model.layers.{i}"
         linears = {
             "self_attn.q_proj": (c.q_size, c.hidden_size), "self_attn.k_proj": (c.kv_size, c.hidden_size),
             "self_attn.v_proj": (c.kv_size, c.hidden_size), "self_attn.o_proj": (c.hidden_size, c.q_size),
-            "mlp.gate_proj": (c.intermediate_size, c.hidden_size), "mlp.up_proj": (c.intermediate_size, c.hidden_size),
-            "mlp.down_proj": (c.hidden_size, c.intermediate_size),
         }  # fmt: skip
+        if i in sparse:
+            shapes.update({f"{p}.{name}": shape for name, shape in moe_shapes(sparse[i], c.hidden_size, c.family).items()})
+        else:
+            inner = c.intermediate_size
+            linears |= {"mlp.gate_proj": (inner, c.hidden_size), "mlp.up_proj": (inner, c.hidden_size)}
+            linears |= {"mlp.down_proj": (c.hidden_size, inner)}
         for name, shape in linears.items():
             shapes[f"{p}.{name}.weight"] = shape
             if biased.get(name, c.mlp_bias):
@@ -220,6 +259,7 @@ def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
+KINDS = ("weight", "bias")
 FUSED = {
     "self_attn.qkv_proj": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
     "mlp.gate_up_proj": ("mlp.gate_proj", "mlp.up_proj"),
@@ -235,18 +275,23 @@ def fuse(config: ModelConfig, weights: Mapping[str, Tensor], dtype: torch.dtype,
         tensor = weights[name]
         if tuple(tensor.shape) != shapes[name]:
             raise ValueError(f"tensor {name} of {config.name} has shape {tuple(tensor.shape)}, expected {shapes[name]}")
-        return tensor.to(device=device, dtype=dtype)
+        return tensor.to(device=device, dtype=held_in(name, dtype))
 
     shapes = expected_shapes(config)
+    stacked = {f"{name}.{kind}": tuple(f"{part}.{kind}" for part in parts) for name, parts in FUSED.items() for kind in KINDS}
+    if config.moe is not None:
+        stacked |= moe_parts(config.moe, config.family)
     out: dict[str, Tensor] = {}
-    parts = {f"{part}.{kind}" for names in FUSED.values() for part in names for kind in ("weight", "bias")}
-    for name in shapes:
-        if not any(name.endswith(part) for part in parts):
-            out[name] = take(name)
+    used: set[str] = set()
     for i in range(config.num_layers):
-        for fused, names in FUSED.items():
-            for kind in ("weight", "bias"):
-                pieces = [f"model.layers.{i}.{n}.{kind}" for n in names]
-                if pieces[0] in shapes:
-                    out[f"model.layers.{i}.{fused}.{kind}"] = torch.cat([take(p) for p in pieces])
-    return out
+        for name, parts in stacked.items():
+            pieces = [f"model.layers.{i}.{part}" for part in parts]
+            if pieces[0] in shapes:
+                out[f"model.layers.{i}.{name}"] = torch.cat([take(piece) for piece in pieces]) if pieces[1:] else take(pieces[0])
+                used.update(pieces)
+    return out | {name: take(name) for name in shapes if name not in used}
+
+
+def held_in(name: str, dtype: torch.dtype) -> torch.dtype:
+    """The dtype that a tensor of a model of that dtype is held in: what decides between experts is not rounded to 16 bits."""
+    return torch.promote_types(dtype, torch.float32) if name.endswith("e_score_correction_bias") else dtype

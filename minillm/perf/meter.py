@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, fields, replace
-from typing import Any
+from typing import Any, Mapping, Sequence
 
 from minillm.perf.work import Work
 
@@ -23,6 +23,8 @@ class Needles:
     stalled_tokens: decoding requests in a step that also computes somebody's prompt, or that had to sit one out.
     Break serial: steps are passes over the weights; row_passes counts a pass once per request that got a token from it;
     wasted tokens were sampled and are in no output: their request had ended, which an overlapped step sees too late.
+    Of mixtures of experts, summed over layers and steps: mixtures passed, routed rows that went to experts (top_k a token),
+    experts_touched that got any and whose weights were read, busiest_rows of the expert that got most.
     """
 
     tokens_computed: int = 0
@@ -56,6 +58,15 @@ class Needles:
     drafted: int = 0
     accepted: int = 0
     wasted: int = 0
+    mixtures: int = 0
+    routed_rows: int = 0
+    experts_touched: int = 0
+    busiest_rows: int = 0
+
+    @property
+    def experts_per_step(self) -> float:
+        """Distinct experts that a step touches in a mixture, on average; 0 for a dense model."""
+        return self.experts_touched / self.mixtures if self.mixtures else 0.0
 
     @property
     def total_flops(self) -> int:
@@ -86,11 +97,13 @@ class Needles:
         return replace(self, **changes)
 
     def by_verb(self) -> dict[str, dict[str, int]]:
-        """{verb: {counter: count}}, verbs in the order of the course. The counters of tiers and of an indexer are there
-        once one was used."""
+        """{verb: {counter: count}}, verbs in the order of the course. The counters of tiers, of an indexer and of
+        experts are there once one was used."""
         return {
             "skip": self._pick("tokens_computed", "tokens_reused", "prefix_tokens") | self._moved("loaded_tokens"),
-            "compute less": {f"flops_{p}": n for p, n in sorted(self.flops.items())} | self._index("index_flops"),
+            "compute less": {f"flops_{p}": n for p, n in sorted(self.flops.items())}
+            | self._index("index_flops")
+            | self._routed(),
             "move less": self._pick("weight_bytes", "kv_read_bytes", "kv_write_bytes", "activation_bytes")
             | self._moved("tier_read_bytes", "tier_write_bytes")
             | self._index("index_bytes"),
@@ -107,6 +120,9 @@ class Needles:
 
     def _index(self, name: str) -> dict[str, int]:
         return self._pick(name) if self.index_bytes else {}
+
+    def _routed(self) -> dict[str, int]:
+        return self._pick("mixtures", "routed_rows", "experts_touched", "busiest_rows") if self.mixtures else {}
 
     def __str__(self) -> str:
         lines = []
@@ -145,6 +161,7 @@ class Meter:
 
     def reset(self) -> None:
         self._needles = self._held
+        self._expert_rows: dict[int, list[int]] = {}
 
     def snapshot(self) -> Needles:
         return self._needles
@@ -159,6 +176,23 @@ class Meter:
         self._needles = replace(
             n, tier_read_bytes=n.tier_read_bytes + read_bytes, tier_write_bytes=n.tier_write_bytes + written_bytes
         )
+
+    def route(self, counts: Mapping[int, Sequence[int]]) -> None:
+        """One step's mixtures. counts: {layer: rows that each expert got}."""
+        n = self._needles
+        for layer, rows in counts.items():
+            before = self._expert_rows.get(layer, [0] * len(rows))
+            self._expert_rows[layer] = [a + b for a, b in zip(before, rows, strict=True)]
+        self._needles = replace(
+            n, mixtures=n.mixtures + len(counts), routed_rows=n.routed_rows + sum(map(sum, counts.values())),
+            experts_touched=n.experts_touched + sum(sum(1 for r in rows if r) for rows in counts.values()),
+            busiest_rows=n.busiest_rows + sum(map(max, counts.values())),
+        )  # fmt: skip
+
+    @property
+    def expert_rows(self) -> dict[int, list[int]]:
+        """{layer: rows that each expert got} since the last reset."""
+        return {layer: list(rows) for layer, rows in self._expert_rows.items()}
 
     def record(self, step: StepCounts, work: Work, output_tokens: int, accepted: int = 0, wasted: int = 0) -> None:
         n = self._needles

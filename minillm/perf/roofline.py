@@ -83,7 +83,8 @@ def step_work(
     chunks: (past, new) of each sequence: tokens in its cache already, tokens computed now. logits: tokens whose next-token
     scores are wanted; the output head runs for these only. FLOPs are those of matrix products: 2 per weight and token,
     and 4 * head_dim per query head, layer and visible (query, key) pair. Bytes: every weight once, of an input embedding
-    only the rows looked up; each sequence's visible keys and values once, those of its new tokens written. Intermediates
+    only the rows looked up, of routed experts as many as are chosen on average where all are equally likely; each sequence's
+    visible keys and values once, those of its new tokens written. Intermediates
     are taken to stay on the chip, so activation_bytes is 0; so is launches, which a shape does not tell.
     """
     chunks = list(chunks)
@@ -99,12 +100,15 @@ def step_work(
     if tokens == 0:
         return Work()
     table = config.vocab_size * config.hidden_size
-    weights = config.num_params - table * (1 if config.tie_embeddings else 2) + tokens * config.hidden_size
+    weights: float = config.num_params - table * (1 if config.tie_embeddings else 2) + tokens * config.hidden_size
     weights += table if logits else 0
     pairs = sum(visible_pairs(new, past + new, config.sliding_window) for past, new in chunks)
     window = config.sliding_window or math.inf
     visible = sum(new + min(past, window - 1) for past, new in chunks)
-    flops = 2 * config.num_layers * config.layer_matmul_params * tokens + 2 * table * logits
+    if config.moe is not None:
+        idle = config.moe.num_experts - config.moe.distinct_experts(tokens)
+        weights -= len(config.sparse_layers) * idle * config.moe.expert_params(config.hidden_size)
+    flops = 2 * config.layers_matmul_params * tokens + 2 * table * logits
     flops += 4 * config.num_layers * config.q_size * pairs
     per_token = config.kv_bytes_per_token(kv_bytes_per_element)
     return Work(

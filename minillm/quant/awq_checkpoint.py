@@ -51,6 +51,8 @@ def save_awq(model: Transformer, folder: str | Path, name: str | None = None) ->
     The embedding, norms and an untied head are float16. The tokenizer's files are the caller's to add. ValueError for other bits,
     for layers without a grid, and for numbers beyond float16.
     """
+    if model.config.moe is not None:
+        raise ValueError(f"{model.config.name} is a mixture of experts, which minillm does not write in the AWQ layout")
     folder = Path(folder)
     tensors = {EMBED: model.embedding, NORM: model.norm.weight}
     if not model.config.tie_embeddings:
@@ -165,6 +167,8 @@ def load_awq(folder: str | Path, dtype: torch.dtype = torch.float32, device: tor
     if quant.get("version", "gemm") != "gemm":
         raise ValueError(f"{folder} is in the AWQ layout {quant.get('version')!r}; minillm reads 'gemm'")
     config = ModelConfig.from_hf({k: v for k, v in raw.items() if k != "quantization_config"}, folder.name)
+    if config.moe is not None:
+        raise ValueError(f"{folder} is a mixture of experts, which minillm does not read from the AWQ layout")
     tensors: dict[str, Tensor] = {}
     for path in sorted(folder.glob("*.safetensors")):
         with safe_open(path, framework="pt") as file:

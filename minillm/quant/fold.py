@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from minillm.config import ModelConfig
+from minillm.model.layers import MLP
 from minillm.model.transformer import Layer
 from minillm.quant.calibrate import LINEARS
 from minillm.quant.linear import Linear
@@ -21,6 +22,7 @@ def fold_scales(config: ModelConfig, layer: Layer, scaled: Callable[[str], Tenso
     The scales of "self_attn.o_proj" must be equal for query heads that share a value head (``shared_by_heads``).
     """
     attention, mlp = layer.attention, layer.mlp
+    assert isinstance(mlp, MLP)  # a mixture of experts is refused before
     # first the two whose scales go into rows of another layer, then the two whose scales go into a norm
     by_head = scaled("self_attn.o_proj").view(config.num_kv_heads, -1, config.head_dim)[:, 0].reshape(-1)
     _divide_last_rows(attention.qkv, by_head)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Mapping
+from typing import Any, Mapping
 
 import torch
 from torch import Tensor
@@ -108,22 +108,30 @@ def describe(model: Transformer, config: QuantConfig) -> str:
 def fit(model: Transformer, config: QuantConfig, tokenizer: TokenizerLike | None = None) -> Fitted:
     """Codes for every linear layer but the head, found in float32 (float64 for a float64 model)."""
     precise = torch.float64 if model.dtype == torch.float64 else torch.float32
+    if model.config.moe is not None and config.method not in ("rtn", "fp8"):
+        raise ValueError(
+            f"quantization={config.method!r} fits a layer to what it is fed, and a calibration text feeds some of the experts of "
+            f"{model.config.name} next to nothing: choose 'rtn' or 'fp8'"
+        )
     work = model.converted(precise, model.device, PlainLinear())
-    names = [(f"model.layers.{i}", layer) for i, layer in enumerate(work.layers)]
-    for prefix, layer in names:  # before anything is run
-        for name, find in LINEARS.items():
-            group_size(find(layer).in_features, config.group, f"{prefix}.{name}")
+    layers = [(f"model.layers.{i}", layer) for i, layer in enumerate(work.layers)]
+    linears = {f"{prefix}.{name}": linear for prefix, layer in layers for name, linear in _linears(layer).items()}
+    for full, linear in linears.items():  # before anything is run
+        group_size(linear.in_features, config.group, full)
     fitted = Fitted({})
     if config.method == "rtn":
-        for prefix, layer in names:
-            for name, find in LINEARS.items():
-                full = f"{prefix}.{name}"
-                fitted.codes[full] = quantise(find(layer).weight, config.bits, config.group, config.symmetric, full)
+        for full, linear in linears.items():
+            fitted.codes[full] = quantise(linear.weight, config.bits, config.group, config.symmetric, full)
     elif config.method != "fp8":
         step = {"awq": _fit_awq, "gptq": _fit_gptq, "w8a8": _fit_w8a8}[config.method]
         layer_by_layer(work, calibration_rows(config.calibration, tokenizer, work), partial(step, work, config, fitted))
     fitted.weights = work.dense_weights()
     return fitted
+
+
+def _linears(layer: Any) -> dict[str, Linear]:
+    """A layer's linear layers by their names within it."""
+    return {"self_attn.qkv_proj": layer.attention.qkv, "self_attn.o_proj": layer.attention.out, **layer.mlp.linears()}
 
 
 def _fit_gptq(

@@ -75,6 +75,7 @@ class DraftModelProposer:
             plan = self.backend.plan(batch, self.model.dtype)
             logits = self.model(batch, self.store, self.backend, plan)
             self._work += self.model.work(batch, self.backend, plan)
+            self._work += self.model.routed_work(batch.loads.counts(), self.backend)
             best = most_likely(logits)
             for (request, _), row, token in zip(active, logits, best, strict=True):
                 ids, probs = drafts[request.request_id]

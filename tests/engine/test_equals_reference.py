@@ -19,9 +19,10 @@ from ..strategies import (
     MAX_LEN,
     WINDOWS,
     engine_options,
+    for_experts,
     greedy,
     greedy_params,
-    models,
+    models_and_experts,
     poison_freed_blocks,
     reference,
     run_to_end,
@@ -41,10 +42,11 @@ def expected(model, prompt, params):
 
 
 @settings(max_examples=150)
-@given(st.data(), models, workloads(greedy_params()))
+@given(st.data(), models_and_experts, workloads(greedy_params()))
 def test_greedy_tokens_equal_the_reference_under_any_options_and_every_request_ends(data, model, work):
     options = data.draw(engine_options(max(slots_needed(p, s) for p, s in work)))
     group, window, sinks = model
+    options = for_experts(options, group)
     given = {"attention_window": window, "attention_sinks": sinks}  # the window is the model's, the engine's or both
     engine = Engine(tiny_model(group, data.draw(st.sampled_from([window, None]))), None, EngineConfig(**options, **given))
     poison_freed_blocks(engine)

@@ -194,8 +194,9 @@ def test_every_needle_belongs_to_one_verb_and_is_printed():
     assert list(verbs) == ["skip", "compute less", "move less", "occupy less", "saturate", "break serial"]
     named = [name for counters in verbs.values() for name in counters]
     optional = {"loaded_tokens", "tier_read_bytes", "tier_write_bytes", "index_flops", "index_bytes"}
-    assert not optional & set(named), "an engine without tiers and an indexer does not speak of them"
-    verbs = Needles(flops=dict(engine.meter.flops), tier_write_bytes=1, index_bytes=1).by_verb()
+    optional |= {"mixtures", "routed_rows", "experts_touched", "busiest_rows"}
+    assert not optional & set(named), "an engine without tiers, an indexer and experts does not speak of them"
+    verbs = Needles(flops=dict(engine.meter.flops), tier_write_bytes=1, index_bytes=1, mixtures=1).by_verb()
     named = [name for counters in verbs.values() for name in counters]
     assert len(named) == len(set(named)) and {f"flops_{p}" for p in engine.meter.flops} < set(named)
     assert set(Needles.__dataclass_fields__) - {"flops"} < set(named) and set(GAUGES) < set(named)

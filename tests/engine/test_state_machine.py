@@ -26,8 +26,9 @@ from ..strategies import (
     WatchedAttention,
     WatchedSparse,
     engine_options,
+    for_experts,
     kv_dtypes,
-    models,
+    models_and_experts,
     poison_freed_blocks,
     reference,
     slots_needed,
@@ -77,10 +78,11 @@ class Sent:
 
 class EngineMachine(RuleBasedStateMachine):
     @initialize(
-        model=models, options=with_drafts(engine_options(needed=18, max_model_len=MAX_MODEL_LEN)), own=st.booleans(),
+        model=models_and_experts, options=with_drafts(engine_options(needed=18, max_model_len=MAX_MODEL_LEN)), own=st.booleans(),
         tiers=tier_options, kv_dtype=kv_dtypes, sparse=st.none() | st.none() | st.tuples(sparse_views, st.integers(1, 2)),
     )  # fmt: skip
     def build(self, model, options, own, tiers, kv_dtype, sparse):
+        options = for_experts(options, model[0])
         self.model, self.view, size = (*model, kv_dtype), model[1:], options["block_size"]
         if own and options["prefix_cache"] == "hash":  # somebody's own object at the seam
             options["prefix_cache"] = DictPrefixCache(size)

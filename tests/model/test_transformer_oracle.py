@@ -24,12 +24,16 @@ from minillm.model.loader import load_checkpoint
 TOLERANCE = 1e-4  # of logits whose spread is near 1
 FAMILIES = {
     "llama": transformers.LlamaConfig, "mistral": transformers.MistralConfig, "qwen2": transformers.Qwen2Config,
-    "qwen3": transformers.Qwen3Config,
+    "qwen3": transformers.Qwen3Config, "mixtral": transformers.MixtralConfig, "qwen3_moe": transformers.Qwen3MoeConfig,
 }  # fmt: skip
 SIZES: dict[str, Any] = {
     "vocab_size": 97, "hidden_size": 48, "intermediate_size": 40, "num_hidden_layers": 2, "num_attention_heads": 6,
     "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 64, "bos_token_id": None, "eos_token_id": None,
 }  # fmt: skip
+EXPERTS: dict[str, dict[str, Any]] = {
+    "mixtral": {"num_local_experts": 5, "num_experts_per_tok": 2},
+    "qwen3_moe": {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 12, "norm_topk_prob": True},
+}
 LLAMA3 = {
     "rope_type": "llama3",
     "factor": 8.0,
@@ -66,7 +70,7 @@ def quick() -> Iterator[None]:
 
 def save(folder: Path | str, family: str, seed: int = 0, **sizes: Any) -> Path:
     """A random model whose weights keep the scale of what passes through them: transformers' own start is nearly zero."""
-    config = FAMILIES[family](**{**SIZES, **sizes})
+    config = FAMILIES[family](**{**SIZES, **EXPERTS.get(family, {}), **sizes})
     model = transformers.AutoModelForCausalLM.from_config(config)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
@@ -78,7 +82,8 @@ def save(folder: Path | str, family: str, seed: int = 0, **sizes: Any) -> Path:
 
 
 def oracle(folder: Path) -> Any:
-    return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
+    eager = {"attn_implementation": "eager", "experts_implementation": "eager"}  # its grouped product wants rows of 16 bytes
+    return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **eager).eval()
 
 
 def ours(folder: Path, dtype: torch.dtype = torch.float32) -> Transformer:
@@ -140,7 +145,7 @@ def test_each_family_agrees_with_transformers(family: str, tied: bool, tmp_path:
     assert (config.family, config.tie_embeddings) == (family, tied)
     assert (config.qkv_bias, config.qk_norm, config.sliding_window) == (
         family == "qwen2",
-        family == "qwen3",
+        family in ("qwen3", "qwen3_moe"),
         more.get("sliding_window"),
     )
     assert_agrees(folder)
@@ -240,9 +245,15 @@ def models(draw: st.DrawFn) -> tuple[str, dict[str, Any]]:
         "rms_norm_eps": draw(st.sampled_from([1e-6, 1e-5, 1e-2])),
         "rope_parameters": {"rope_theta": draw(st.sampled_from([100.0, 1e4, 1e6]))} | ROPES[draw(st.sampled_from(sorted(ROPES)))],
     }  # fmt: skip
-    if family == "mistral":
+    if family in ("mistral", "mixtral"):
         sizes["sliding_window"] = draw(st.none() | st.integers(1, 50))
-    if family in ("llama", "qwen3"):
+    if family in EXPERTS:
+        experts = draw(st.integers(1, 7))
+        sizes |= {"num_local_experts": experts, "num_experts_per_tok": draw(st.integers(1, experts))}
+    if family == "qwen3_moe":
+        sizes |= {"norm_topk_prob": draw(st.booleans()), "moe_intermediate_size": draw(st.integers(1, 30))}
+        sizes |= {"decoder_sparse_step": draw(st.integers(1, 2)), "mlp_only_layers": draw(st.sampled_from([[], [0], [0, 2]]))}
+    if family in ("llama", "qwen3", "qwen3_moe"):
         sizes["attention_bias"] = draw(st.booleans())
     if family == "llama":
         sizes["mlp_bias"] = draw(st.booleans())
@@ -255,6 +266,16 @@ def test_any_model_agrees_with_transformers(drawn: tuple[str, dict[str, Any]], s
     family, sizes = drawn
     with tempfile.TemporaryDirectory() as folder:
         assert_agrees(save(folder, family, seed, **sizes), length=30)
+
+
+@pytest.mark.parametrize("renormalised", [False, True])
+@pytest.mark.parametrize("dense", [{"mlp_only_layers": [1]}, {"decoder_sparse_step": 2}, {}])
+def test_qwen3s_experts_may_renormalise_and_skip_layers(dense: dict[str, Any], renormalised: bool, tmp_path: Path) -> None:
+    folder = save(tmp_path, "qwen3_moe", norm_topk_prob=renormalised, num_hidden_layers=3, **dense)
+    config = load_checkpoint(folder).config
+    assert config.sparse_layers == {"mlp_only_layers": (0, 2), "decoder_sparse_step": (1,)}.get(next(iter(dense), ""), (0, 1, 2))
+    assert config.moe is not None and config.moe.renormalise == renormalised
+    assert_agrees(folder)
 
 
 def test_rows_of_a_mixed_batch_agree_each_with_its_own_reference(tmp_path: Path) -> None:

@@ -58,7 +58,7 @@ def grid_figure(weights: Tensor, bits: int = 4) -> Figure:
 
 def step_bytes(config: ModelConfig, batch: int, context: int, layer_bits: float, head_bits: float) -> dict[str, float]:
     """What one decode step reads, from shapes: bytes of the layers' weights, of the head, of KV in 16 bits."""
-    layers = config.num_layers * config.layer_matmul_params
+    layers = config.layers_matmul_params
     return {
         "layers": layers * layer_bits / 8, "head": config.vocab_size * config.hidden_size * head_bits / 8,
         "KV": step_work(config, [(context - 1, 1)] * batch, logits=batch).kv_read_bytes,
