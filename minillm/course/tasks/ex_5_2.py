@@ -1,9 +1,10 @@
-"""Exercise 5.2: a token budget that serves decodes first, an engine that guesses its phase, the largest chunk within a limit."""
+"""Exercise 5.2: a token budget that serves decodes first, where a mixed step is sampled, the largest chunk within a limit."""
 
 from __future__ import annotations
 
 import copy
 import random
+from dataclasses import replace
 from typing import Any, Callable, Iterator, Sequence
 
 import torch
@@ -187,104 +188,112 @@ CORE = Task(
 )
 
 
-# 5.2 break: an engine that guesses its phase ----------------------------------------------------------------------------------
+# 5.2 break: where a mixed step is sampled -------------------------------------------------------------------------------------
 
 
-def _true_piece(prompt: int, outputs: int, computed: int, budget: int) -> tuple[int, int, bool]:
-    total = prompt + outputs
-    stop = min(total, computed + budget)
-    return computed, stop, stop == total
+def _true_places(granted: Sequence[int], left: Sequence[int]) -> list[int | None]:
+    """Token by token: the flat step is walked, and who has just computed the last token it had left is noted."""
+    places: list[int | None] = [None] * len(granted)
+    rows = [row for row, n in enumerate(granted) for _ in range(n)]
+    missing = list(left)
+    for place, row in enumerate(rows):
+        missing[row] -= 1
+        if not missing[row]:
+            places[row] = place
+    return places
 
 
-def _piece(f: Any, *args: int) -> None:
-    got = f(*args)
-    if not isinstance(got, tuple) or len(got) != 3:
-        raise Mismatch(f"next_piece gives (start, stop, samples), got {show(got)}")
-    names = ("prompt", "outputs", "computed", "budget")
-    what = ", ".join(f"{name}={n}" for name, n in zip(names, args, strict=True))
-    expect_equal(got, _true_piece(*args), what=what)
+def _places(f: Any, granted: Sequence[int], left: Sequence[int]) -> None:
+    got = f(tuple(granted), tuple(left))
+    expect_equal(got, _true_places(granted, left), what=f"granted={list(granted)}, left={list(left)}")
 
 
 def _break_shape(f: Any) -> None:
-    got = f(10, 0, 0, 4)
-    if not isinstance(got, tuple) or len(got) != 3 or not (is_whole(got[0]) and is_whole(got[1]) and isinstance(got[2], bool)):
-        raise Mismatch(f"next_piece gives (start, stop, samples): two whole numbers and a bool, got {show(got)}")
+    got = f((1, 1), (1, 1))
+    if not isinstance(got, list) or len(got) != 2 or not all(is_whole(p) or p is None for p in got):
+        raise Mismatch(f"sample_places gives a list, one whole number or None for each request, got {show(got)}")
 
 
 def _break_by_hand(f: Any) -> None:
-    for args in ((10, 0, 0, 4), (10, 0, 4, 4), (10, 0, 8, 4), (10, 1, 10, 4), (10, 2, 11, 4)):
-        _piece(f, *args)
+    _places(f, (1, 1, 1), (1, 1, 1))
+    _places(f, (1, 6, 1), (1, 14, 1))
+    _places(f, (1, 8, 1), (1, 8, 1))
 
 
 def _break_random(f: Any) -> None:
     draw = random.Random(int(torch.randint(2**31, ())))
     for _ in range(300):
-        prompt, outputs = draw.randint(1, 40), draw.choice([0, 0, draw.randint(1, 9)])
-        _piece(f, prompt, outputs, draw.randint(0, prompt + outputs - 1), draw.randint(1, 50))
+        left = [draw.choice((1, 1, draw.randint(1, 30))) for _ in range(draw.randint(1, 6))]
+        _places(f, [draw.choice((n, draw.randint(1, n))) for n in left], left)
 
 
-def _break_preempted(f: Any) -> None:
-    for computed in (0, 4, 8, 12):
-        _piece(f, 10, 3, computed, 4)
+def _break_edges(f: Any) -> None:
+    _places(f, (1, 0, 4), (1, 9, 4))
+    _places(f, (0, 0, 3), (1, 1, 9))
+    _places(f, (1,), (7,))
+    _places(f, (), ())
 
 
-def _break_inside(f: Any) -> None:
-    _piece(f, 10, 3, 8, 64)
-    _piece(f, 10, 3, 8, 2)
-    _piece(f, 1, 0, 0, 1)
+def _break_state(f: Any) -> None:
+    granted, left = [1, 4, 0, 2], [1, 9, 1, 2]
+    f(granted, left)
+    expect_equal((granted, left), ([1, 4, 0, 2], [1, 9, 1, 2]), what="granted and left after the call")
 
 
 def _break_engine(f: Any) -> None:
-    model, prompt = Transformer.random(TINY), [3, 1, 4, 1, 5, 9, 2, 6, 5]
-    llm = LLM(model, dtype="float32", num_blocks=8, block_size=16)
-    expected = llm.generate([prompt], SamplingParams(max_tokens=8, ignore_eos=True))[0].token_ids
-    for budget in (1, 4, 64):
-        for lost_after in (None, 1, 3):
-            got = _drive(model, f, prompt, budget, lost_after)
-            lost = f", KV lost after {lost_after} tokens" if lost_after else ""
-            expect_equal(got, expected, what=f"tokens with pieces of {budget}{lost}")
+    model = Transformer.random(TINY)
+    prompts = [[3, 1], [3, 1, 4, 1, 5, 9, 2, 6, 5], [2, 7, 1, 8, 2, 8]]
+    outputs = LLM(model, dtype="float32", num_blocks=24).generate(prompts, SamplingParams(max_tokens=6, ignore_eos=True))
+    for budget in (64, 5, 1):
+        got = _drive(model, f, prompts, budget)
+        expect_equal(got, [list(o.token_ids) for o in outputs], what=f"tokens with a budget of {budget}")
 
 
-def _drive(
-    model: Transformer, f: Callable[..., Any], prompt: Sequence[int], budget: int, lost_after: int | None
-) -> tuple[int, ...]:
-    """Eight greedy tokens, computed in the pieces that f names; at one point the KV is taken away."""
-    store = PlainKVStore.allocate(model.config, 64, model.dtype, model.device)
+def _drive(model: Transformer, f: Callable[..., Any], prompts: Sequence[Sequence[int]], budget: int) -> list[list[int]]:
+    """Six greedy tokens for each prompt, all in one batch, each token taken from where f says."""
+    store = PlainKVStore.allocate(model.config, 64 * len(prompts), model.dtype, model.device)
     runner = ModelRunner(model, store, TorchAttention(), 64)
-    ids, computed = list(prompt), 0
+    texts, computed = [list(p) for p in prompts], [0] * len(prompts)
     for _ in range(200):
-        outputs = len(ids) - len(prompt)
-        if outputs == 8:
-            return tuple(ids[len(prompt) :])
-        start_, stop, samples = f(len(prompt), outputs, computed, budget)
-        if start_ != computed or not start_ < stop <= len(ids):
-            raise Mismatch(f"{computed} of {len(ids)} tokens are computed: got the piece {start_}..{stop}")
-        logits, _ = runner.forward(ForwardBatch.build([Row(ids[start_:stop], start_, [0], samples)], 64))
-        computed = stop
-        if samples:
-            ids.append(int(logits[0].argmax()))
-            if len(ids) - len(prompt) == lost_after:
-                computed, lost_after = 0, None
-    raise Mismatch("200 steps did not give eight tokens")
+        left = [len(t) - c if len(t) < len(p) + 6 else 0 for t, c, p in zip(texts, computed, prompts, strict=True)]
+        at_work = [i for i, n in enumerate(left) if n]
+        if not at_work:
+            return [t[len(p) :] for t, p in zip(texts, prompts, strict=True)]
+        wanted = [left[i] for i in at_work]
+        granted = _fair(wanted, (), budget, len(prompts))
+        rows = [Row(texts[i][computed[i] : computed[i] + n], computed[i], [i]) for i, n in zip(at_work, granted, strict=True) if n]
+        places = f(tuple(granted), tuple(wanted))
+        expect_at_most(max((p for p in places if p is not None), default=0), sum(granted) - 1, what="the last place")
+        taken = [(i, p) for i, p in zip(at_work, places, strict=True) if p is not None]
+        batch = ForwardBatch.build(rows, 64)
+        if taken:
+            batch = replace(batch, logit_indices=torch.tensor([p for _, p in taken]))
+        logits, _ = runner.forward(batch)
+        for i, n in zip(at_work, granted, strict=True):
+            computed[i] += n
+        for (i, _), row in zip(taken, logits, strict=False):
+            texts[i].append(int(row.argmax()))
+    raise Mismatch("200 steps did not give six tokens to everybody")
 
 
 BREAK = Task(
     "5.2 break",
-    "Find out why a preempted request goes on wrongly",
+    "Find out why answers went wrong when chunking was switched on",
     (
         NamedCheck("shape", _break_shape, hint=2),
-        NamedCheck("exact: a prompt of ten in pieces of four, then two tokens", _break_by_hand, hint=2),
-        NamedCheck("random: any progress", _break_random, hint=1),
-        NamedCheck("edges: KV lost after three tokens", _break_preempted, hint=1),
-        NamedCheck("edges: a hit in the prefix cache, a prompt of one token", _break_inside, hint=3),
-        NamedCheck("engine: greedy tokens in pieces, with KV lost on the way", _break_engine, hint=3),
+        NamedCheck("exact: three decode; a piece of a prompt between them; its end", _break_by_hand, hint=2),
+        NamedCheck("random: pieces of all lengths", _break_random, hint=1),
+        NamedCheck("edges: who sits out, one token of many, an empty step", _break_edges, hint=3),
+        NamedCheck("state: inputs unchanged", _break_state, hint=2),
+        NamedCheck("engine: greedy tokens of a mixed batch", _break_engine, hint=3),
     ),
     (
-        "\"It has output, so it decodes\" is a guess about the past. What has a request left to compute when its KV was taken\n"
-        "away after three tokens?",
-        "start is computed. stop is at most prompt + outputs, and at most budget tokens later. samples: nothing is left then.",
-        "total = prompt + outputs; the piece ends at computed + budget, or where nothing is left. Which stop means that the\n"
-        "logits of the newest token are there?",
+        "Before chunking, whoever took part in a step computed all it had left. Which two things were true then of every\n"
+        "request in a step, and are not any more?",
+        "granted and left have one number for each request. The step's tokens lie one after the other: the tokens of request i\n"
+        "end at sum(granted[: i + 1]).",
+        "Who has computed less than it had left has no next token yet; who was granted nothing has no place at all. Both are\n"
+        "answered by comparing two numbers.",
     ),
 )  # fmt: skip
 

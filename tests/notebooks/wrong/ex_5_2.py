@@ -80,34 +80,47 @@ class ReadsTheWholeQueue:
         return fair(running, list(waiting), budget, limit)
 
 
-def one_number(prompt, outputs, computed, budget):
-    return min(prompt + outputs, computed + budget)
+def places_of(granted, left, place, samples):
+    places, end = [], 0
+    for n, wanted in zip(granted, left):
+        end += n
+        places.append(place(n, wanted, end) if samples(n, wanted) else None)
+    return places
 
 
-def samples_when_the_prompt_is_done(prompt, outputs, computed, budget):
-    stop = min(prompt + outputs, computed + budget)
-    return computed, stop, stop >= prompt
+def only_who_samples(granted, left):
+    return [p for p in places_of(granted, left, lambda n, wanted, end: end - 1, lambda n, wanted: n == wanted) if p is not None][:1]
 
 
-def decodes_after_the_prompt(prompt, outputs, computed, budget):
-    if outputs and computed >= prompt:
-        return computed, computed + 1, True
-    stop = min(prompt, computed + budget)
-    return computed, stop, stop == prompt
+def requests_not_tokens(granted, left):
+    return [row if n == wanted else None for row, (n, wanted) in enumerate(zip(granted, left))]
 
 
-def forgets_the_budget(prompt, outputs, computed, budget):
-    return computed, prompt + outputs, True
+def its_first_token(granted, left):
+    return places_of(granted, left, lambda n, wanted, end: end - n, lambda n, wanted: n == wanted)
 
 
-def always_samples(prompt, outputs, computed, budget):
-    return computed, min(prompt + outputs, computed + budget), True
+def behind_its_last_token(granted, left):
+    return places_of(granted, left, lambda n, wanted, end: end, lambda n, wanted: n == wanted)
 
 
-def one_at_a_time_after_a_loss(prompt, outputs, computed, budget):
-    total = prompt + outputs
-    stop = min(total, computed + (1 if outputs else budget))
-    return computed, stop, stop == total
+def only_who_decodes(granted, left):
+    return places_of(granted, left, lambda n, wanted, end: end - 1, lambda n, wanted: n == 1)
+
+
+def who_takes_part(granted, left):
+    return places_of(granted, left, lambda n, wanted, end: end - 1, lambda n, wanted: n > 0)
+
+
+def a_prompt_never(granted, left):
+    return places_of(granted, left, lambda n, wanted, end: end - 1, lambda n, wanted: n == wanted and wanted <= 8)
+
+
+def eats_the_list(granted, left):
+    answer = places_of(granted, left, lambda n, wanted, end: end - 1, lambda n, wanted: n == wanted)
+    if isinstance(granted, list):
+        granted.clear()
+    return answer
 
 
 def halved(price, prompt):
@@ -153,6 +166,7 @@ def one_by_one(seconds, decodes, prompt, itl):
 
 
 BY_HAND = "exact: three decode and a prompt waits; a prompt that is older than who decodes"
+MIXED = "exact: three decode; a piece of a prompt between them; its end"
 WRONG = {
     "5.2 core": [
         (NothingForThoseWhoSitOut, "shape"),
@@ -164,12 +178,14 @@ WRONG = {
         (Remembers, "state: inputs unchanged, nothing remembered"),
     ],
     "5.2 break": [
-        (one_number, "shape"),
-        (forgets_the_budget, "exact: a prompt of ten in pieces of four, then two tokens"),
-        (always_samples, "exact: a prompt of ten in pieces of four, then two tokens"),
-        (samples_when_the_prompt_is_done, "random: any progress"),
-        (decodes_after_the_prompt, "random: any progress"),
-        (one_at_a_time_after_a_loss, "random: any progress"),
+        (only_who_samples, "shape"),
+        (requests_not_tokens, MIXED),
+        (its_first_token, MIXED),
+        (behind_its_last_token, MIXED),
+        (only_who_decodes, MIXED),
+        (who_takes_part, MIXED),
+        (a_prompt_never, "random: pieces of all lengths"),
+        (eats_the_list, "state: inputs unchanged"),
     ],
     "5.2 stretch": [
         (a_share, "shape"),
