@@ -261,7 +261,8 @@ def _drive(model: Transformer, f: Callable[..., Any], prompts: Sequence[Sequence
             return [t[len(p) :] for t, p in zip(texts, prompts, strict=True)]
         wanted = [left[i] for i in at_work]
         granted = _fair(wanted, (), budget, len(prompts))
-        rows = [Row(texts[i][computed[i] : computed[i] + n], computed[i], [i]) for i, n in zip(at_work, granted, strict=True) if n]
+        ends = [(i, computed[i] + n) for i, n in zip(at_work, granted, strict=True) if n]
+        rows = [Row(texts[i][computed[i] : end], computed[i], [i]) for i, end in ends]
         places = f(tuple(granted), tuple(wanted))
         expect_at_most(max((p for p in places if p is not None), default=0), sum(granted) - 1, what="the last place")
         taken = [(i, p) for i, p in zip(at_work, places, strict=True) if p is not None]

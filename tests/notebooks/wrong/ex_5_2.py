@@ -89,7 +89,8 @@ def places_of(granted, left, place, samples):
 
 
 def only_who_samples(granted, left):
-    return [p for p in places_of(granted, left, lambda n, wanted, end: end - 1, lambda n, wanted: n == wanted) if p is not None][:1]
+    places = places_of(granted, left, lambda n, wanted, end: end - 1, lambda n, wanted: n == wanted)
+    return [place for place in places if place is not None][:1]
 
 
 def requests_not_tokens(granted, left):
