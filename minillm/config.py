@@ -10,6 +10,7 @@ from typing import Any, Literal, Mapping
 
 import torch
 
+from minillm.model.mla_config import MLAConfig
 from minillm.model.moe_config import MoEConfig
 from minillm.quant.config import as_config
 
@@ -21,6 +22,8 @@ ARCHITECTURES = {
     "Qwen3ForCausalLM": "qwen3",
     "MixtralForCausalLM": "mixtral",
     "Qwen3MoeForCausalLM": "qwen3_moe",
+    "DeepseekV2ForCausalLM": "deepseek_v2",
+    "DeepseekV3ForCausalLM": "deepseek_v3",
 }
 
 
@@ -81,6 +84,7 @@ class ModelConfig:
     """The shape of one decoder-only transformer. Sizes are counts of elements; nothing here depends on a dtype or device.
 
     moe: the mixture of experts that takes the MLP's place in all layers but its dense_layers; intermediate_size is theirs.
+    mla: latent attention in every layer; num_kv_heads is then num_heads, and head_dim the width of a query.
     """
 
     vocab_size: int
@@ -100,6 +104,7 @@ class ModelConfig:
     qk_norm: bool = False
     sliding_window: int | None = None
     moe: MoEConfig | None = None
+    mla: MLAConfig | None = None
     eos_token_ids: tuple[int, ...] = ()
     bos_token_id: int | None = None
     family: str = "llama"
@@ -114,7 +119,8 @@ class ModelConfig:
         _check_positive(norm_eps=self.norm_eps)
         if self.num_heads % self.num_kv_heads:
             raise ValueError(f"num_heads ({self.num_heads}) must be a multiple of num_kv_heads ({self.num_kv_heads})")
-        if self.head_dim % 2:
+        self._check_mla()
+        if self.rope_dim % 2:
             raise ValueError(f"head_dim must be even for rotary embeddings, got {self.head_dim}")
         _check_choice("family", self.family, tuple(ARCHITECTURES.values()))
         if not isinstance(self.eos_token_ids, tuple) or not all(type(t) is int for t in self.eos_token_ids):
@@ -142,6 +148,19 @@ class ModelConfig:
         """Layers that have a mixture of experts."""
         return () if self.moe is None else tuple(i for i in range(self.num_layers) if i not in self.moe.dense_layers)
 
+    def _check_mla(self) -> None:
+        if self.mla is None:
+            return
+        if not isinstance(self.mla, MLAConfig):
+            raise ValueError(f"mla must be an MLAConfig, got {self.mla!r:.60}")
+        if self.head_dim != self.mla.head_dim or self.num_kv_heads != self.num_heads:
+            raise ValueError(
+                f"with latent attention head_dim is nope_dim + rope_dim, {self.mla.head_dim}, and num_kv_heads is num_heads, "
+                f"{self.num_heads}; got {self.head_dim} and {self.num_kv_heads}"
+            )
+        if self.qkv_bias or self.attention_out_bias or self.qk_norm:
+            raise ValueError("latent attention has neither biases nor norms of queries and keys; leave qkv_bias and qk_norm off")
+
     @property
     def group_size(self) -> int:
         """Query heads that share one KV head (1 = MHA, num_heads = MQA)."""
@@ -156,10 +175,26 @@ class ModelConfig:
         return self.num_kv_heads * self.head_dim
 
     @property
+    def rope_dim(self) -> int:
+        """Width of what is rotated in a query and a key."""
+        return self.mla.rope_dim if self.mla else self.head_dim
+
+    @property
+    def kv_width(self) -> int:
+        """Elements that one token leaves in the cache of one layer: K and V of the KV heads, or a latent and a rotated key."""
+        return self.mla.cache_width if self.mla else 2 * self.kv_size
+
+    @property
+    def attention_params(self) -> int:
+        """Weights of one layer's products around attention: fused QKV and output, or those of latent attention."""
+        if self.mla:
+            return self.mla.params(self.hidden_size, self.num_heads)
+        return self.hidden_size * (self.q_size + 2 * self.kv_size) + self.q_size * self.hidden_size
+
+    @property
     def layer_matmul_params(self) -> int:
-        """Weights of one plain layer's matrix products: fused QKV, output, fused gate-up, down."""
-        attention = self.hidden_size * (self.q_size + 2 * self.kv_size) + self.q_size * self.hidden_size
-        return attention + 3 * self.hidden_size * self.intermediate_size
+        """Weights of one plain layer's matrix products: attention's, fused gate-up, down."""
+        return self.attention_params + 3 * self.hidden_size * self.intermediate_size
 
     @property
     def layers_matmul_params(self) -> int:
@@ -201,12 +236,14 @@ class ModelConfig:
             per_layer += 2 * self.intermediate_size + self.hidden_size
         if self.qk_norm:
             per_layer += 2 * self.head_dim
+        if self.mla:
+            per_layer += (self.mla.q_rank or 0) + self.mla.kv_rank
         embeddings = self.vocab_size * self.hidden_size * (1 if self.tie_embeddings else 2)
         return self.num_layers * per_layer + self._sparse_excess(active=False) + embeddings + self.hidden_size
 
     def kv_bytes_per_token(self, bytes_per_element: float = 2) -> float:
-        """Bytes of K and V that one token leaves in all layers (16-bit unless said)."""
-        return 2 * self.num_layers * self.kv_size * bytes_per_element
+        """Bytes that one token leaves in the caches of all layers (16-bit unless said)."""
+        return self.num_layers * self.kv_width * bytes_per_element
 
     @classmethod
     def from_hf(cls, raw: Mapping[str, Any], name: str = "model") -> "ModelConfig":
@@ -236,6 +273,8 @@ class EngineConfig:
     sparse_window: keys before and with a token's own whose blocks it always reads (64 unless said).
     sparse_indexer: "bounds" summarises a block by each dimension's extremes, "mean" by its mean key; or an Indexer of one's own.
     sparse_share_layers: layers in a row that read what the first of them chose.
+    mla: how latent attention is computed, for models that have it: "absorbed" compares queries with the latents, "naive" makes
+        keys and values of them, "auto" takes what needs fewer FLOPs.
     batching: "continuous"; "sequential" runs one request at a time; "static" admits a batch, pads it and waits for its slowest
         request; "static-sorted" does so with requests of similar max_tokens; or an object with ``grants`` (BatchingPolicy).
     prefill: "chunked" gives prompts what decoding requests leave of the budget; "first" lets everyone wait for them.
@@ -279,6 +318,7 @@ class EngineConfig:
     sparse_window: int | None = None
     sparse_indexer: Any = "bounds"
     sparse_share_layers: int = 1
+    mla: Literal["auto", "absorbed", "naive"] = "auto"
     batching: Any = "continuous"
     prefill: Literal["chunked", "first"] = "chunked"
     queue_order: Literal["arrival", "cache"] = "arrival"
@@ -303,7 +343,7 @@ class EngineConfig:
     accept_rule: Any = None
 
     def __post_init__(self) -> None:
-        for name in ("dtype", "device", "kv_cache", "kv_dtype", "allocation", "prefill", "queue_order"):
+        for name in ("dtype", "device", "kv_cache", "kv_dtype", "allocation", "prefill", "queue_order", "mla"):
             if not isinstance(getattr(self, name), str):
                 raise ValueError(f"{name} must be a string, got {getattr(self, name)!r:.60}")
         _check_choice("dtype", self.dtype, ("auto", *DTYPES))
@@ -312,6 +352,7 @@ class EngineConfig:
         _check_choice("allocation", self.allocation, ("paged", "reserve", "exact"))
         _check_choice("prefill", self.prefill, ("chunked", "first"))
         _check_choice("queue_order", self.queue_order, ("arrival", "cache"))
+        _check_choice("mla", self.mla, ("auto", "absorbed", "naive"))
         self._check_batching()
         _check_count(
             max_model_len=self.max_model_len, max_num_seqs=self.max_num_seqs, block_size=self.block_size,

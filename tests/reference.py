@@ -29,7 +29,7 @@ class Reference:
         self._continuations: dict[tuple[int, ...], list[int]] = {}
         # angles in float32, as transformers computes them
         c = self.config
-        frequency = 1.0 / c.rope.theta ** (torch.arange(0, c.head_dim, 2, dtype=torch.float32) / c.head_dim)
+        frequency = 1.0 / c.rope.theta ** (torch.arange(0, c.rope_dim, 2, dtype=torch.float32) / c.rope_dim)
         self._angles = torch.arange(c.max_position, dtype=torch.float32)[:, None] * frequency
 
     @torch.inference_mode()
@@ -39,7 +39,8 @@ class Reference:
         x = w["model.embed_tokens.weight"][torch.tensor(token_ids)]
         for i in range(c.num_layers):
             p = f"model.layers.{i}"
-            x = x + self._attention(self._norm(x, f"{p}.input_layernorm.weight"), f"{p}.self_attn")
+            attention = self._attention if c.mla is None else self._latent_attention
+            x = x + attention(self._norm(x, f"{p}.input_layernorm.weight"), f"{p}.self_attn")
             normed = self._norm(x, f"{p}.post_attention_layernorm.weight")
             x = x + (self._experts(normed, f"{p}.mlp") if i in c.sparse_layers else self._mlp(normed, f"{p}.mlp"))
         head = w["model.embed_tokens.weight" if c.tie_embeddings else "lm_head.weight"]
@@ -88,10 +89,30 @@ class Reference:
         hidden = self._hidden(q, k, p)
         group = c.num_heads // c.num_kv_heads  # query head h reads KV head h // group
         k, v = (t.repeat_interleave(group, dim=1) for t in (k, v))
+        return self._linear(self._attend(q, k, v, hidden), f"{p}.o_proj")
+
+    def _latent_attention(self, x: Tensor, p: str) -> Tensor:
+        """Every head's keys and values are made from the latents, for every query anew."""
+        c, m, length = self.config, self.config.mla, len(x)
+        assert m is not None
+        first = m.q_rank or c.num_heads * m.head_dim
+        q, latent, key = self._linear(x, f"{p}.qkv_a_proj").split([first, m.kv_rank, m.rope_dim], dim=-1)
+        if m.q_rank:
+            q = self._linear(self._norm(q, f"{p}.q_a_layernorm.weight", 1e-6), f"{p}.q_b_proj")
+        q_nope, q_rope = q.view(length, c.num_heads, -1).split([m.nope_dim, m.rope_dim], dim=-1)
+        made = self._linear(self._norm(latent, f"{p}.kv_a_layernorm.weight", 1e-6), f"{p}.kv_b_proj")
+        k_nope, v = made.view(length, c.num_heads, -1).split([m.nope_dim, m.v_dim], dim=-1)
+        k_rope = self._rotate(key[:, None]).expand(-1, c.num_heads, -1)
+        q, k = torch.cat([q_nope, self._rotate(q_rope)], dim=-1), torch.cat([k_nope, k_rope], dim=-1)
+        return self._linear(self._attend(q, k, v, self._hidden(q, k, p)), f"{p}.o_proj")
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, hidden: Tensor) -> Tensor:
+        """q, k [length, heads, width], v [length, heads, v_width], hidden [length, length] → [length, heads * v_width]."""
+        length, d = len(q), q.shape[-1]
         scores = (torch.einsum("qhd,khd->hqk", q, k) / math.sqrt(d)).masked_fill(hidden, -math.inf)
         weights = torch.exp(scores - scores.max(dim=-1, keepdim=True).values)
         weights = weights / weights.sum(dim=-1, keepdim=True)
-        return self._linear(torch.einsum("hqk,khd->qhd", weights, v).reshape(length, -1), f"{p}.o_proj")
+        return torch.einsum("hqk,khd->qhd", weights, v).reshape(length, -1)
 
     def _hidden(self, q: Tensor, k: Tensor, p: str) -> Tensor:
         """q [length, heads, head_dim], k [length, kv_heads, head_dim] of a layer → [length, length] bool: keys that a query does
@@ -103,14 +124,14 @@ class Reference:
         return hidden
 
     def _rotate(self, x: Tensor) -> Tensor:
-        """x [length, heads, head_dim]: dimension i turns with dimension i + head_dim / 2."""
+        """x [length, heads, width]: dimension i turns with dimension i + width / 2."""
         half = x.shape[-1] // 2
         cos, sin = (f(self._angles).to(x.dtype)[: len(x), None, :] for f in (torch.cos, torch.sin))
         a, b = x[..., :half], x[..., half:]
         return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1)
 
-    def _norm(self, x: Tensor, name: str) -> Tensor:
-        return x / torch.sqrt(x.pow(2).mean(dim=-1, keepdim=True) + self.config.norm_eps) * self.weights[name]
+    def _norm(self, x: Tensor, name: str, eps: float | None = None) -> Tensor:
+        return x / torch.sqrt(x.pow(2).mean(dim=-1, keepdim=True) + (eps or self.config.norm_eps)) * self.weights[name]
 
     def _linear(self, x: Tensor, name: str) -> Tensor:
         bias = self.weights.get(f"{name}.bias")

@@ -11,9 +11,11 @@ import torch
 from hypothesis import strategies as st
 
 from minillm import LLM, Engine, EngineConfig, ModelConfig, SamplingParams, Transformer
+from minillm.attention.latent import LatentAttention
 from minillm.attention.sparse import SparseAttention
 from minillm.attention.torch_backend import TorchAttention
 from minillm.engine.batch import ForwardBatch
+from minillm.model.mla_config import MLAConfig
 from minillm.model.moe_config import MoEConfig
 from minillm.model.transformer import expected_shapes
 
@@ -24,6 +26,8 @@ MAX_LEN = 48
 EOS = (0, 1)
 
 GROUPS = (1, 2, 3)
+LATENT = (-1, -2)
+"""In place of a group: latent attention, with queries compressed and not."""
 WINDOWS = (None, 4)
 EXPERTS = 4
 """In the place of a group: a model with a mixture of experts in two of its layers."""
@@ -48,6 +52,9 @@ def tiny_config(group: int = 3, window: int | None = None, **changes: Any) -> Mo
             5, 2, 6, shared_size=4, scoring="sigmoid", selection_bias=True, scale=1.5, dense_layers=(1,)
         )},
     }
+    for latent, q_rank in zip(LATENT, (5, None), strict=True):
+        mla = MLAConfig(kv_rank=7, q_rank=q_rank, nope_dim=3, rope_dim=4, v_dim=5 - latent)
+        variants[latent] = {"num_heads": 3, "num_kv_heads": 3, "head_dim": mla.head_dim, "mla": mla}
     shape: dict[str, Any] = dict(
         vocab_size=VOCAB, hidden_size=16, intermediate_size=20, num_layers=2, num_heads=2 * group, num_kv_heads=2, head_dim=4,
         max_position=MAX_LEN, sliding_window=window, eos_token_ids=EOS, name="tiny",
@@ -57,7 +64,7 @@ def tiny_config(group: int = 3, window: int | None = None, **changes: Any) -> Mo
 
 @cache
 def tiny_model(group: int = 3, window: int | None = None) -> Transformer:
-    return Transformer.random(tiny_config(group, window), seed=group, dtype=torch.float64)
+    return Transformer.random(tiny_config(group, window), seed=abs(group), dtype=torch.float64)
 
 
 @cache
@@ -140,10 +147,13 @@ class Watched:
         self.batches.append(batch)
         return super().plan(batch, dtype)
 
-    def forward(self, q, layer, store, plan):
+    def raise_in(self, layer: int) -> None:
         if self.error is not None and layer == 1 and len(self.batches) >= self.failing_call:
             error, self.error = self.error, None
             raise error
+
+    def forward(self, q, layer, store, plan):
+        self.raise_in(layer)
         return super().forward(q, layer, store, plan)
 
 
@@ -179,6 +189,18 @@ def poison_freed_blocks(engine: Engine) -> None:
 
     engine.store.poison(torch.arange(1, engine.store.num_slots))
     pool.release, pool.uncache = poisoning_release, poisoning_uncache
+
+
+class WatchedLatentAttention(WatchedAttention, LatentAttention):
+    """The same for a model with latent attention."""
+
+    def latent(self, q_nope, q_rope, up, scale, shape, layer, store, plan):
+        self.raise_in(layer)
+        return super().latent(q_nope, q_rope, up, scale, shape, layer, store, plan)
+
+
+def watched_attention(group: int, window: int | None = None, sinks: int = 0) -> WatchedAttention:
+    return (WatchedLatentAttention if group in LATENT else WatchedAttention)(window, sinks)
 
 
 @contextlib.contextmanager
@@ -292,6 +314,8 @@ sparse_views = st.tuples(st.integers(1, 3), st.integers(1, 6))
 """Blocks that a query chooses, and its window."""
 
 models_and_experts = st.one_of(models, st.just((EXPERTS, None, 0)))
+all_models = models_and_experts | st.tuples(st.sampled_from(LATENT), views).map(lambda m: (m[0], *m[1]))
+"""The same, and models with latent attention."""
 
 
 def for_experts(options: dict[str, Any], group: int) -> dict[str, Any]:

@@ -6,6 +6,7 @@ import torch
 
 from minillm.attention.backend import AttentionBackend
 from minillm.attention.indexer import INDEXERS, Indexer
+from minillm.attention.latent import LatentAttention
 from minillm.attention.sparse import SparseAttention
 from minillm.attention.torch_backend import TorchAttention
 from minillm.attention.triton_backend import TritonAttention, unsupported
@@ -21,6 +22,10 @@ def make_backend(options: EngineConfig, config: ModelConfig, dtype: torch.dtype,
 
     "auto" is Triton on a GPU, wherever its kernels can serve these options and this model, and torch elsewhere."""
     window, sinks = options.attention_window, options.attention_sinks
+    if config.mla is None and options.mla != "auto":
+        raise ValueError(f"mla={options.mla!r} is for models with latent attention, which {config.name} has not; leave 'auto'")
+    if config.mla is not None:
+        check_latent(options)
     if options.sparse_blocks is not None:
         return make_sparse(options, config)
     if not isinstance(options.attention_backend, str):
@@ -37,8 +42,8 @@ def make_backend(options: EngineConfig, config: ModelConfig, dtype: torch.dtype,
     if sinks and not windows:
         raise ValueError(f"attention_sinks={sinks} without a window: every key is seen anyway; set attention_window")
     narrowest = min(windows, default=None)
-    if options.attention_backend == "torch":
-        return TorchAttention(narrowest, sinks)
+    if options.attention_backend == "torch" or config.mla is not None:
+        return torch_attention(config, narrowest, sinks, options.mla)
     other = needs_torch(options)
     if options.attention_backend == "triton":
         if other:
@@ -67,6 +72,29 @@ def make_indexer(options: EngineConfig) -> Indexer:
     chosen = options.sparse_indexer
     indexer: Indexer = INDEXERS[chosen]() if isinstance(chosen, str) else chosen
     return indexer
+
+
+def torch_attention(config: ModelConfig, window: int | None = None, sinks: int = 0, form: str = "auto") -> TorchAttention:
+    """The torch backend for a model of this shape. form: of latent attention."""
+    return TorchAttention(window, sinks) if config.mla is None else LatentAttention(window, sinks, form)
+
+
+def check_latent(options: EngineConfig) -> None:
+    """ValueError for an option that a model with latent attention cannot serve."""
+    backend, named = options.attention_backend, isinstance(options.attention_backend, str)
+    refused = {
+        "attention_backend='triton'": (named and backend == "triton", "the kernels read keys and values of heads"),
+        f"attention_backend={type(backend).__name__}": (
+            not named and not hasattr(backend, "latent"), "it lacks latent(...), see minillm.attention.latent.LatentAttention",
+        ),
+        f"mla={options.mla!r}": (not named and options.mla != "auto", "a backend of your own has its own form"),
+        f"sparse_blocks={options.sparse_blocks}": (options.sparse_blocks is not None, "its indexer summarises keys of heads"),
+        f"kv_dtype={options.kv_dtype!r}": (options.kv_dtype != "auto", "latents are kept in the model's dtype"),
+        "compile=True": (options.compile, "only steps over the plain KV store are compiled"),
+    }  # fmt: skip
+    for option, (given, reason) in refused.items():
+        if given:
+            raise ValueError(f"{option} does not go with this model's latent attention: {reason}")
 
 
 def needs_torch(options: EngineConfig) -> str | None:

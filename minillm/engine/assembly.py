@@ -11,7 +11,7 @@ from minillm.attention.sparse import SparseAttention
 from minillm.attention.torch_backend import TorchAttention
 from minillm.attention.window import Window
 from minillm.cache.block_pool import BlockPool
-from minillm.cache.choice import make_prefix_cache
+from minillm.cache.choice import make_prefix_cache, plain_store
 from minillm.cache.kv_store import KVStore, PlainKVStore
 from minillm.cache.manager import CacheManager, reservation
 from minillm.cache.quantised_kv import QuantisedKVStore, bytes_per_element
@@ -55,7 +55,7 @@ def assemble(model: Transformer, options: EngineConfig) -> Parts:
 
     element = bytes_per_element(options.kv_dtype, model.dtype, config.head_dim)
     layers = config.num_layers if keep_kv else 1
-    token_bytes = round(2 * config.kv_size * element * layers)
+    token_bytes = round(config.kv_width * element * layers)
     if isinstance(backend, SparseAttention):
         if backend.sees.block_size != options.block_size:
             raise ValueError(f"a SparseAttention of blocks of {backend.sees.block_size} in an engine of {options.block_size}")
@@ -99,7 +99,7 @@ def make_store(options: EngineConfig, model: Transformer, size: PoolSize, shared
         try:
             if options.kv_dtype != "auto":
                 return QuantisedKVStore.allocate(options.kv_dtype, config, num_slots, dtype, device, shared)
-            return PlainKVStore.allocate(config, num_slots, dtype, device, shared=shared)
+            return plain_store(config, num_slots, dtype, device, shared)
         except (RuntimeError, TypeError, OverflowError) as error:
             what = f"{size.num_blocks} blocks of {size.block_size} tokens ({size.reason})"
             raise ValueError(f"a KV pool of {what} does not fit into this machine's memory") from error

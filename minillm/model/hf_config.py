@@ -5,11 +5,16 @@ from __future__ import annotations
 from typing import Any, Mapping
 
 from minillm.config import ARCHITECTURES, ModelConfig, RopeConfig
+from minillm.model.mla_config import MLAConfig
 from minillm.model.moe_config import MoEConfig
 
 REQUIRED = (
     "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "max_position_embeddings",
 )
+_LATENT = {
+    "kv_lora_rank": 512, "q_lora_rank": 1536, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128,
+    "rope_interleave": True,
+}  # fmt: skip
 # What an absent key means to transformers' configuration classes.
 DEFAULTS: dict[str, dict[str, Any]] = {
     "llama": {"max_position_embeddings": 2048, "bos_token_id": 1, "eos_token_id": 2},
@@ -36,13 +41,25 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         "moe_intermediate_size": 768,
         "decoder_sparse_step": 1,
     },
+    "deepseek_v2": {
+        **_LATENT, "max_position_embeddings": 2048, "bos_token_id": 1, "eos_token_id": 2, "n_routed_experts": 64,
+        "n_shared_experts": 2, "moe_intermediate_size": 1407, "first_k_dense_replace": 0, "routed_scaling_factor": 1.0,
+        "topk_method": "greedy", "norm_topk_prob": False, "num_experts_per_tok": None,
+    },
+    "deepseek_v3": {
+        **_LATENT, "max_position_embeddings": 4096, "bos_token_id": 0, "eos_token_id": 1, "n_routed_experts": 256,
+        "n_shared_experts": 1, "moe_intermediate_size": 2048, "first_k_dense_replace": 3, "routed_scaling_factor": 2.5,
+        "num_experts_per_tok": 8, "n_group": 8, "topk_group": 4, "norm_topk_prob": True,
+    },
 }
+LATENT = ("deepseek_v2", "deepseek_v3")
 TYPES: dict[type | tuple[type, ...], tuple[str, ...]] = {
     int: (*REQUIRED, "num_key_value_heads", "head_dim", "bos_token_id", "sliding_window",
           "original_max_position_embeddings", "max_window_layers", "num_local_experts", "num_experts", "num_experts_per_tok",
-          "moe_intermediate_size", "decoder_sparse_step"),
-    (int, float): ("rms_norm_eps", "rope_theta", "partial_rotary_factor"),
-    bool: ("tie_word_embeddings", "attention_bias", "mlp_bias", "use_sliding_window", "norm_topk_prob"),
+          "moe_intermediate_size", "decoder_sparse_step", "kv_lora_rank", "q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim",
+          "v_head_dim", "n_routed_experts", "n_shared_experts", "first_k_dense_replace", "n_group", "topk_group"),
+    (int, float): ("rms_norm_eps", "rope_theta", "partial_rotary_factor", "routed_scaling_factor"),
+    bool: ("tie_word_embeddings", "attention_bias", "mlp_bias", "use_sliding_window", "norm_topk_prob", "rope_interleave"),
     dict: ("rope_scaling", "rope_parameters", "quantization_config"),
     list: ("layer_types", "mlp_only_layers"),
 }
@@ -66,6 +83,9 @@ def read_config(raw: Mapping[str, Any], name: str = "model") -> ModelConfig:
         raise ValueError(f"{name} is stored quantised ({method}); minillm reads 16- and 32-bit weights and GGUF files")
     heads, eos = raw["num_attention_heads"], raw.get("eos_token_id")
     kv_heads, head_dim = raw.get("num_key_value_heads"), raw.get("head_dim")
+    mla = _mla(raw, family, name) if family in LATENT else None
+    if mla is not None:
+        kv_heads, head_dim = heads, mla.head_dim
     attention_bias = family in ("llama", "qwen3", "qwen3_moe") and bool(raw.get("attention_bias"))
     return ModelConfig(
         vocab_size=raw["vocab_size"], hidden_size=raw["hidden_size"], intermediate_size=raw["intermediate_size"],
@@ -74,8 +94,8 @@ def read_config(raw: Mapping[str, Any], name: str = "model") -> ModelConfig:
         max_position=raw["max_position_embeddings"], norm_eps=raw.get("rms_norm_eps", 1e-6), rope=_rope(raw),
         tie_embeddings=bool(raw.get("tie_word_embeddings")),
         qkv_bias=family == "qwen2" or attention_bias, attention_out_bias=attention_bias,
-        mlp_bias=family == "llama" and bool(raw.get("mlp_bias")), qk_norm=family in ("qwen3", "qwen3_moe"),
-        sliding_window=_sliding_window(raw, family), moe=_moe(raw, family, name),
+        mlp_bias=family in ("llama", "deepseek_v2") and bool(raw.get("mlp_bias")), qk_norm=family in ("qwen3", "qwen3_moe"),
+        sliding_window=_sliding_window(raw, family), moe=_moe(raw, family, name), mla=mla,
         eos_token_ids=() if eos is None else tuple(eos) if isinstance(eos, (list, tuple)) else (eos,),
         bos_token_id=raw.get("bos_token_id"), family=family, name=name,
     )
@@ -84,6 +104,8 @@ def read_config(raw: Mapping[str, Any], name: str = "model") -> ModelConfig:
 def _moe(raw: Mapping[str, Any], family: str, name: str) -> MoEConfig | None:
     if family == "mixtral":
         return MoEConfig(raw["num_local_experts"], raw["num_experts_per_tok"], raw["intermediate_size"])
+    if family in LATENT:
+        return _deepseek_moe(raw, family, name)
     if family != "qwen3_moe":
         return None
     experts = next((raw[key] for key in ("num_experts", "num_local_experts") if raw.get(key) is not None), 128)
@@ -126,8 +148,45 @@ def _check_types(raw: Mapping[str, Any], name: str) -> None:
             raise ValueError(f"config of {name} has eos_token_id {eos!r}; it must be a token id or a list of them")
 
 
+def _deepseek_moe(raw: Mapping[str, Any], family: str, name: str) -> MoEConfig | None:
+    """V2 chooses by softmax, V3 by sigmoid with a bias, both within the best groups of experts."""
+    dense, shared = raw["first_k_dense_replace"] or 0, raw["n_shared_experts"] or 0
+    if not raw["n_routed_experts"] or dense >= raw["num_hidden_layers"]:
+        return None
+    if raw.get("moe_layer_freq", 1) != 1:
+        raise ValueError(f"config of {name} has moe_layer_freq {raw['moe_layer_freq']}; minillm has experts in every layer, 1")
+    third = family == "deepseek_v3"
+    if not third and raw["norm_topk_prob"]:
+        raise ValueError(f"config of {name} has norm_topk_prob beside the routing of DeepSeek-V2; it must be false")
+    grouped = third or raw["topk_method"] == "group_limited_greedy"
+    return MoEConfig(
+        raw["n_routed_experts"], raw["num_experts_per_tok"], raw["moe_intermediate_size"],
+        shared_size=(raw["moe_intermediate_size"] or 0) * shared, scoring="sigmoid" if third else "softmax",
+        renormalise=bool(raw["norm_topk_prob"]), selection_bias=third, scale=raw["routed_scaling_factor"],
+        num_groups=raw.get("n_group") or 1 if grouped else 1, top_groups=raw.get("topk_group") or 1 if grouped else 1,
+        dense_layers=tuple(range(dense)),
+    )  # fmt: skip
+
+
+def _mla(raw: Mapping[str, Any], family: str, name: str) -> MLAConfig:
+    if raw.get("attention_bias"):
+        raise ValueError(f"config of {name} has attention_bias beside latent attention, which minillm lacks; it must be false")
+    if raw.get("num_key_value_heads") not in (None, raw["num_attention_heads"]):
+        kv, heads = raw["num_key_value_heads"], raw["num_attention_heads"]
+        raise ValueError(f"config of {name} has {kv} KV heads for {heads} heads; latent attention makes keys for every head")
+    widths = {key: raw[key] for key in ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")}
+    absent = [key for key, value in widths.items() if value is None]
+    if absent:
+        raise ValueError(f"config of {name} has no {', '.join(absent)}, which latent attention needs")
+    return MLAConfig(
+        kv_rank=raw["kv_lora_rank"], q_rank=raw["q_lora_rank"], nope_dim=raw["qk_nope_head_dim"],
+        rope_dim=raw["qk_rope_head_dim"], v_dim=raw["v_head_dim"],
+        interleaved=family == "deepseek_v2" or bool(raw["rope_interleave"]),
+    )  # fmt: skip
+
+
 def _sliding_window(raw: Mapping[str, Any], family: str) -> int | None:
-    if family == "llama":
+    if family == "llama" or family in LATENT:
         return None
     window: int | None = raw.get("sliding_window")
     if family in ("mistral", "mixtral"):

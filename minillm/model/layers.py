@@ -66,8 +66,8 @@ class MLP(nn.Module):
 
 
 def rope_frequencies(config: ModelConfig) -> tuple[Tensor, float]:
-    """Angles per position, float32 [head_dim / 2], and the factor that scales cos and sin."""
-    rope, dim = config.rope, config.head_dim
+    """Angles per position, float32 [rope_dim / 2], and the factor that scales cos and sin."""
+    rope, dim = config.rope, config.rope_dim
     exponent = torch.arange(0, dim, 2, dtype=torch.float32) / dim
     base = 1.0 / rope.theta**exponent
     if rope.kind == "linear":
@@ -91,7 +91,7 @@ def _llama3(base: Tensor, rope: RopeConfig) -> Tensor:
 def _yarn(base: Tensor, rope: RopeConfig, config: ModelConfig) -> tuple[Tensor, float]:
     """YaRN (Peng et al. 2023, arXiv 2309.00071): dimensions that turn less than beta_slow times within the trained length are
     interpolated, those that turn more than beta_fast times are kept, and a ramp lies between."""
-    dim, original = config.head_dim, rope.original_max_position or config.max_position
+    dim, original = config.rope_dim, rope.original_max_position or config.max_position
 
     def dimension_that_turns(times: float) -> float:
         return dim * math.log(original / (times * 2 * math.pi)) / (2 * math.log(rope.theta))
@@ -114,7 +114,7 @@ def _yarn(base: Tensor, rope: RopeConfig, config: ModelConfig) -> tuple[Tensor, 
 
 
 def rope_table(config: ModelConfig, dtype: torch.dtype) -> Tensor:
-    """cos and sin of every position: [max_position, 2, head_dim]. Each half of a head has the same angles; the first half's sine
+    """cos and sin of every position: [max_position, 2, rope_dim]. Each half of a head has the same angles; the first half's sine
     is negative, so that a rotation is x · cos + swap_halves(x) · sin."""
     frequencies, scale = rope_frequencies(config)
     angles = torch.outer(torch.arange(config.max_position, dtype=torch.float32), frequencies)

@@ -8,6 +8,17 @@ from minillm.config import ModelConfig
 
 _LLAMA: dict[str, Any] = {"architectures": ["LlamaForCausalLM"], "vocab_size": 32_000, "bos_token_id": 1, "eos_token_id": 2}
 
+_YARN = {"type": "yarn", "factor": 40, "original_max_position_embeddings": 4096, "beta_fast": 32, "beta_slow": 1}
+_DEEPSEEK: dict[str, Any] = {
+    "max_position_embeddings": 163_840, "rms_norm_eps": 1e-6, "rope_theta": 10_000, "kv_lora_rank": 512, "q_lora_rank": 1536,
+    "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128,
+}  # fmt: skip
+_DEEPSEEK_V2: dict[str, Any] = {
+    **_DEEPSEEK, "architectures": ["DeepseekV2ForCausalLM"], "vocab_size": 102_400, "bos_token_id": 100_000,
+    "eos_token_id": 100_001, "first_k_dense_replace": 1, "n_shared_experts": 2, "num_experts_per_tok": 6, "norm_topk_prob": False,
+    "rope_scaling": {**_YARN, "mscale": 0.707, "mscale_all_dim": 0.707},
+}  # fmt: skip
+
 # In the words of each model's own config.json, so that a preset equals what the hub gives.
 _RAW: dict[str, dict[str, Any]] = {
     "smollm2-135m": {
@@ -66,6 +77,23 @@ _RAW: dict[str, dict[str, Any]] = {
         "decoder_sparse_step": 1,
         "mlp_only_layers": [],
     },
+    "deepseek-v2-lite": {
+        **_DEEPSEEK_V2, "hidden_size": 2048, "intermediate_size": 10_944, "moe_intermediate_size": 1408, "num_hidden_layers": 27,
+        "num_attention_heads": 16, "n_routed_experts": 64, "routed_scaling_factor": 1.0, "topk_method": "greedy",
+        "q_lora_rank": None,
+    },
+    "deepseek-v2": {
+        **_DEEPSEEK_V2, "hidden_size": 5120, "intermediate_size": 12_288, "moe_intermediate_size": 1536, "num_hidden_layers": 60,
+        "num_attention_heads": 128, "n_routed_experts": 160, "routed_scaling_factor": 16.0,
+        "topk_method": "group_limited_greedy", "n_group": 8, "topk_group": 3,
+    },
+    "deepseek-v3": {
+        **_DEEPSEEK, "architectures": ["DeepseekV3ForCausalLM"], "vocab_size": 129_280, "bos_token_id": 0, "eos_token_id": 1,
+        "hidden_size": 7168, "intermediate_size": 18_432, "moe_intermediate_size": 2048, "num_hidden_layers": 61,
+        "num_attention_heads": 128, "n_routed_experts": 256, "n_shared_experts": 1, "num_experts_per_tok": 8, "n_group": 8,
+        "topk_group": 4, "first_k_dense_replace": 3, "routed_scaling_factor": 2.5, "norm_topk_prob": True,
+        "rope_scaling": {**_YARN, "mscale": 1.0, "mscale_all_dim": 1.0},
+    },
 }
 
 SOURCES: dict[str, str] = {
@@ -75,6 +103,9 @@ SOURCES: dict[str, str] = {
     "qwen3-32b": "config.json of Qwen/Qwen3-32B; Yang et al. 2025, arXiv 2505.09388",
     "mixtral-8x7b": "config.json of mistralai/Mixtral-8x7B-v0.1; Jiang et al. 2024, arXiv 2401.04088",
     "qwen3-30b-a3b": "config.json of Qwen/Qwen3-30B-A3B; Yang et al. 2025, arXiv 2505.09388",
+    "deepseek-v2-lite": "config.json of deepseek-ai/DeepSeek-V2-Lite; DeepSeek-AI 2024, arXiv 2405.04434",
+    "deepseek-v2": "config.json of deepseek-ai/DeepSeek-V2; DeepSeek-AI 2024, arXiv 2405.04434",
+    "deepseek-v3": "config.json of deepseek-ai/DeepSeek-V3, its MTP module left out; DeepSeek-AI 2024, arXiv 2412.19437",
 }
 
 PRESETS: dict[str, ModelConfig] = {name: ModelConfig.from_hf(raw, name) for name, raw in _RAW.items()}

@@ -15,10 +15,11 @@ from minillm.config import ModelConfig
 from minillm.engine.batch import ForwardBatch
 from minillm.model.layers import COMPILED, MLP, PLAIN, Operators, RMSNorm, rope_table
 from minillm.model.loads import ExpertLoads
+from minillm.model.mla import NORM_EPS, LatentAttentionLayer, mla_shapes, rotation_in_halves
 from minillm.model.moe import MoE, Router
 from minillm.model.moe_config import moe_parts, moe_shapes
 from minillm.perf.work import Work
-from minillm.quant.linear import AnyMethod, Linear, default_method, method_for
+from minillm.quant.linear import AnyMethod, Linear, PlainLinear, default_method, method_for
 
 EMBED, NORM, HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
 
@@ -54,13 +55,23 @@ class Attention(nn.Module):
             total += Work(activation_bytes=2 * tokens * (c.q_size + c.kv_size) * element, launches=1)
         return total
 
+    def linears(self) -> dict[str, Linear]:
+        """By the names that a checkpoint gives them, those that read the same input fused."""
+        return {"self_attn.qkv_proj": self.qkv, "self_attn.o_proj": self.out}
+
+    def norms(self) -> dict[str, RMSNorm | None]:
+        return {"self_attn.q_norm": self.q_norm, "self_attn.k_norm": self.k_norm}
+
 
 class Layer(nn.Module):
     """x + attention(norm(x)), then x + mlp(norm(x)); the MLP may be a mixture of experts."""
 
-    def __init__(self, attention_norm: RMSNorm, attention: Attention, mlp_norm: RMSNorm, mlp: MLP | MoE):
+    def __init__(
+        self, attention_norm: RMSNorm, attention: Attention | LatentAttentionLayer, mlp_norm: RMSNorm, mlp: MLP | MoE
+    ):  # fmt: skip
         super().__init__()
-        self.attention_norm, self.attention, self.mlp_norm, self.mlp = attention_norm, attention, mlp_norm, mlp
+        self.attention_norm, self.mlp_norm, self.mlp = attention_norm, mlp_norm, mlp
+        self.attention: Any = attention
 
     def forward(self, x: Tensor, operators: Operators, layer: int, *step: Any, loads: ExpertLoads | None = None) -> Tensor:
         attended = self.attention(self.attention_norm(x, operators), operators, layer, *step)
@@ -81,7 +92,7 @@ class Transformer(nn.Module):
 
     storage: str = ""  # how the weights are held, where it is not plainly in the model's dtype
     embedding: Tensor  # [vocab, hidden]
-    rope: Tensor  # [positions, 2, head_dim]
+    rope: Tensor  # [positions, 2, rope_dim]
 
     def __init__(self, config: ModelConfig, weights: Mapping[str, Tensor], method: AnyMethod):
         """weights: fused tensors as ``fuse`` makes them, all of one dtype and device. Use from_weights or random."""
@@ -93,21 +104,27 @@ class Transformer(nn.Module):
         def linear(name: str) -> Linear:
             return Linear(weights[f"{name}.weight"], weights.get(f"{name}.bias"), method_for(method, name))
 
-        def norm(name: str) -> RMSNorm | None:
-            return RMSNorm(weights[name], config.norm_eps) if name in weights else None
+        def norm(name: str, eps: float = config.norm_eps) -> RMSNorm | None:
+            return RMSNorm(weights[name], eps) if name in weights else None
+
+        def attention(p: str) -> Attention | LatentAttentionLayer:
+            out = linear(f"{p}.o_proj")
+            if config.mla is None:
+                return Attention(config, linear(f"{p}.qkv_proj"), out, norm(f"{p}.q_norm.weight"), norm(f"{p}.k_norm.weight"))
+            q_norm, kv_norm = (norm(f"{p}.{name}_a_layernorm.weight", NORM_EPS) for name in ("q", "kv"))
+            q_up = None if q_norm is None else linear(f"{p}.q_b_proj")
+            kv_up = Linear(weights[f"{p}.kv_b_proj.weight"], None, PlainLinear())  # read as a matrix, whatever else is packed
+            assert kv_norm is not None
+            return LatentAttentionLayer(config, linear(f"{p}.qkv_a_proj"), kv_norm, kv_up, out, q_norm, q_up)
 
         self.register_buffer("embedding", embedding, persistent=False)
         self.register_buffer("rope", rope_table(config, self.dtype).to(self.device), persistent=False)
         self.layers = nn.ModuleList()
         for i in range(config.num_layers):
             p = f"model.layers.{i}"
-            attention = Attention(
-                config, linear(f"{p}.self_attn.qkv_proj"), linear(f"{p}.self_attn.o_proj"),
-                norm(f"{p}.self_attn.q_norm.weight"), norm(f"{p}.self_attn.k_norm.weight"),
-            )  # fmt: skip
             mlp = self._mixture(weights, linear, p) if i in config.sparse_layers else self._mlp(linear, f"{p}.mlp")
             first, second = norm(f"{p}.input_layernorm.weight"), norm(f"{p}.post_attention_layernorm.weight")
-            self.layers.append(Layer(first, attention, second, mlp))  # type: ignore[arg-type]
+            self.layers.append(Layer(first, attention(f"{p}.self_attn"), second, mlp))  # type: ignore[arg-type]
         self.norm = RMSNorm(weights[NORM], config.norm_eps)
         self.head = Linear(weights.get(HEAD, embedding), None, method_for(method, "lm_head"))
 
@@ -131,7 +148,7 @@ class Transformer(nn.Module):
     def hidden(self, batch: ForwardBatch, store: KVStore, backend: AttentionBackend, plan: Any) -> Tensor:
         """The same step up to the output head: normed states [samples, hidden]."""
         x = self.embedding[batch.token_ids]
-        cos, sin = self.rope[batch.positions].unsqueeze(2).unbind(1)  # [tokens, 1, head_dim] each
+        cos, sin = self.rope[batch.positions].unsqueeze(2).unbind(1)  # [tokens, 1, rope_dim] each
         operators = getattr(backend, "operators", PLAIN)
         for i, layer in enumerate(self.layers):
             x = layer(x, operators, i, cos, sin, batch.slots, store, backend, plan, loads=batch.loads)
@@ -142,7 +159,7 @@ class Transformer(nn.Module):
         What routed experts do is known when the step has run: see ``routed_work``."""
         c, element, samples = self.config, self.dtype.itemsize, len(batch.logit_indices)
         lookup = batch.num_tokens * c.hidden_size * element
-        embed = Work(weight_bytes=lookup + 2 * batch.num_tokens * c.head_dim * element, activation_bytes=lookup, launches=2)
+        embed = Work(weight_bytes=lookup + 2 * batch.num_tokens * c.rope_dim * element, activation_bytes=lookup, launches=2)
         pick = Work(activation_bytes=2 * samples * c.hidden_size * element, launches=1)
         operators = COMPILED if fused else getattr(backend, "operators", PLAIN)
         total = embed + pick + self.norm.work(samples) + self.head.work(samples)
@@ -210,14 +227,14 @@ class Transformer(nn.Module):
             out[HEAD], _ = self.head.dense()
         for i, layer in enumerate(cast(Iterable[Layer], self.layers)):
             p = f"model.layers.{i}"
-            linears = {"self_attn.qkv_proj": layer.attention.qkv, "self_attn.o_proj": layer.attention.out}
+            linears = layer.attention.linears()
             out.update({f"{p}.{name}": tensor for name, tensor in layer.mlp.dense_weights().items()})
             for name, module in linears.items():
                 out[f"{p}.{name}.weight"], bias = module.dense()
                 if bias is not None:
                     out[f"{p}.{name}.bias"] = bias
-            norms = {"input_layernorm": layer.attention_norm, "post_attention_layernorm": layer.mlp_norm,
-                     "self_attn.q_norm": layer.attention.q_norm, "self_attn.k_norm": layer.attention.k_norm}  # fmt: skip
+            norms = layer.attention.norms()
+            norms |= {"input_layernorm": layer.attention_norm, "post_attention_layernorm": layer.mlp_norm}
             out.update({f"{p}.{name}.weight": norm.weight for name, norm in norms.items() if norm is not None})
         return out
 
@@ -238,10 +255,11 @@ def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     sparse = dict.fromkeys(c.sparse_layers, c.moe) if c.moe else {}
     for i in range(c.num_layers):
         p = f"model.layers.{i}"
-        linears = {
+        linears = {} if c.mla else {
             "self_attn.q_proj": (c.q_size, c.hidden_size), "self_attn.k_proj": (c.kv_size, c.hidden_size),
             "self_attn.v_proj": (c.kv_size, c.hidden_size), "self_attn.o_proj": (c.hidden_size, c.q_size),
         }  # fmt: skip
+        shapes.update({f"{p}.{name}": shape for name, shape in (mla_shapes(c) if c.mla else {}).items()})
         if i in sparse:
             shapes.update({f"{p}.{name}": shape for name, shape in moe_shapes(sparse[i], c.hidden_size, c.family).items()})
         else:
@@ -266,6 +284,17 @@ FUSED = {
 }
 
 
+def fused_parts(config: ModelConfig) -> dict[str, tuple[str, ...]]:
+    """Products of one input: the fused name, and the names of what is stacked for it."""
+    if config.mla is None:
+        return FUSED
+    queries = "self_attn.q_proj" if config.mla.q_rank is None else "self_attn.q_a_proj"
+    return {
+        "self_attn.qkv_a_proj": (queries, "self_attn.kv_a_proj_with_mqa"),
+        "mlp.gate_up_proj": FUSED["mlp.gate_up_proj"],
+    }
+
+
 def fuse(config: ModelConfig, weights: Mapping[str, Tensor], dtype: torch.dtype, device: torch.device | str) -> dict[str, Tensor]:
     """Check every tensor, convert it, and stack those that read the same input: one product instead of two or three."""
 
@@ -275,10 +304,13 @@ def fuse(config: ModelConfig, weights: Mapping[str, Tensor], dtype: torch.dtype,
         tensor = weights[name]
         if tuple(tensor.shape) != shapes[name]:
             raise ValueError(f"tensor {name} of {config.name} has shape {tuple(tensor.shape)}, expected {shapes[name]}")
+        if config.mla is not None:
+            tensor = rotation_in_halves(config, name, tensor)
         return tensor.to(device=device, dtype=held_in(name, dtype))
 
     shapes = expected_shapes(config)
-    stacked = {f"{name}.{kind}": tuple(f"{part}.{kind}" for part in parts) for name, parts in FUSED.items() for kind in KINDS}
+    fused = fused_parts(config).items()
+    stacked = {f"{name}.{kind}": tuple(f"{part}.{kind}" for part in parts) for name, parts in fused for kind in KINDS}
     if config.moe is not None:
         stacked |= moe_parts(config.moe, config.family)
     out: dict[str, Tensor] = {}

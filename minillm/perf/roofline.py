@@ -82,7 +82,8 @@ def step_work(
 
     chunks: (past, new) of each sequence: tokens in its cache already, tokens computed now. logits: tokens whose next-token
     scores are wanted; the output head runs for these only. FLOPs are those of matrix products: 2 per weight and token,
-    and 4 * head_dim per query head, layer and visible (query, key) pair. Bytes: every weight once, of an input embedding
+    and 4 * head_dim per query head, layer and visible (query, key) pair; of latent attention, for each chunk, those of the
+    form that needs fewer. Bytes: every weight once, of an input embedding
     only the rows looked up, of routed experts as many as are chosen on average where all are equally likely; each sequence's
     visible keys and values once, those of its new tokens written. Intermediates
     are taken to stay on the chip, so activation_bytes is 0; so is launches, which a shape does not tell.
@@ -102,19 +103,32 @@ def step_work(
     table = config.vocab_size * config.hidden_size
     weights: float = config.num_params - table * (1 if config.tie_embeddings else 2) + tokens * config.hidden_size
     weights += table if logits else 0
-    pairs = sum(visible_pairs(new, past + new, config.sliding_window) for past, new in chunks)
     window = config.sliding_window or math.inf
     visible = sum(new + min(past, window - 1) for past, new in chunks)
     if config.moe is not None:
         idle = config.moe.num_experts - config.moe.distinct_experts(tokens)
         weights -= len(config.sparse_layers) * idle * config.moe.expert_params(config.hidden_size)
     flops = 2 * config.layers_matmul_params * tokens + 2 * table * logits
-    flops += 4 * config.num_layers * config.q_size * pairs
+    flops += config.num_layers * sum(attention_flops(config, past, new) for past, new in chunks)
     per_token = config.kv_bytes_per_token(kv_bytes_per_element)
     return Work(
         {dtype: flops}, weight_bytes=round(weights * bytes_per_weight), kv_read_bytes=round(visible * per_token),
         kv_write_bytes=round(tokens * per_token),
     )
+
+
+def attention_flops(config: ModelConfig, past: int, new: int) -> int:
+    """FLOPs of one layer's attention when `new` tokens follow `past` cached ones, beside 2 per weight and token."""
+    pairs = visible_pairs(new, past + new, config.sliding_window)
+    if config.mla is None:
+        return 4 * config.q_size * pairs
+    shape, heads = config.mla, config.num_heads
+    keys = new + min(past, (config.sliding_window or math.inf) - 1)
+    if shape.absorbs(heads, new, int(keys)):
+        flops = shape.absorbed_flops(heads, new, pairs)
+    else:
+        flops = shape.naive_flops(heads, int(keys), pairs)
+    return flops - 2 * new * shape.up_params(heads)  # once per new token the up-projection is among the weights
 
 
 def decode_work(
@@ -145,13 +159,18 @@ def attention_intensity(config: ModelConfig, new: int, context: int, bytes_per_e
     """FLOP per byte of attention when the last `new` of `context` tokens are computed, whatever the batch.
 
     The bytes are one pass over queries, keys, values and outputs. Decoding (new=1) tends to query heads per KV head in 16
-    bits, that is 1 for MHA; a whole prompt (new=context) of MHA to context / 4. Full attention; a window is ignored.
+    bits, that is 1 for MHA; a whole prompt (new=context) of MHA to context / 4. Latent attention is taken absorbed, without the
+    up-projection, and tends to nearly 2 * heads. Full attention; a window is ignored.
     """
     check_whole("new", new)
     check_whole("context", context, at_least=new)
     check_positive("bytes_per_element", bytes_per_element)
-    flops = 4 * config.q_size * visible_pairs(new, context)
-    return flops / ((2 * config.kv_size * context + 2 * config.q_size * new) * bytes_per_element)
+    pairs, shape, heads = visible_pairs(new, context), config.mla, config.num_heads
+    flops, ends = 4 * config.q_size * pairs, 2 * config.q_size  # ends: elements of a query and its result
+    if shape is not None:
+        ends = heads * (shape.cache_width + shape.kv_rank)
+        flops = 2 * ends * pairs
+    return flops / ((config.kv_width * context + ends * new) * bytes_per_element)
 
 
 def capacity(

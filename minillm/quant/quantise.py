@@ -78,6 +78,8 @@ def quantise_model(
     "awq", "gptq" and "w8a8" run it over config.calibration. ValueError: in_features that are no multiple of the group, text
     without a tokenizer, weights that are not finite.
     """
+    if model.config.mla is not None:
+        raise ValueError(f"quantization={config.method!r} fits layers with KV heads, not latent attention; leave None")
     dtype, device = dtype or model.dtype, device or model.device
     fitted = fit(model, config, tokenizer)
     weights = {name: t.to(device=device, dtype=dtype) for name, t in fitted.weights.items()}
@@ -93,7 +95,7 @@ def describe(model: Transformer, config: QuantConfig) -> str:
     if isinstance(sample.method, W8A8Linear):
         return f"{config.description}; {sample.method.gemm.about if sample.method.gemm else ''}"
     if isinstance(sample.method, FP8Linear):
-        return f"{config.description}; {sample.method.about(sample._buffers['e4m3'])}"  # type: ignore[arg-type]
+        return f"{config.description}; {sample.method.about(sample._buffers['e4m3'])}"
     kind = next(name for name in ("int4", "int8", "codes") if name in sample._buffers)
     how = {"int4": "torch's int4 kernel", "int8": "torch's int8 kernel", "codes": "dequantised tile by tile"}[kind]
     method = sample.method

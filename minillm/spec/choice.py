@@ -9,9 +9,9 @@ from typing import Sequence
 
 import torch
 
-from minillm.attention.torch_backend import TorchAttention
+from minillm.attention.choice import torch_attention
 from minillm.attention.window import Window
-from minillm.cache.kv_store import PlainKVStore
+from minillm.cache.choice import plain_store
 from minillm.config import EngineConfig
 from minillm.model.transformer import Transformer
 from minillm.quant.config import QuantConfig
@@ -49,9 +49,9 @@ def _proposer(options: EngineConfig, model: Transformer, num_slots: int, block_s
         return MTPProposer(head, model)
     if name == "draft":
         draft = draft_model(options.draft_model, model)
-        store = PlainKVStore.allocate(draft.config, num_slots, draft.dtype, draft.device)
+        store = plain_store(draft.config, num_slots, draft.dtype, draft.device)
         window = min((w for w in (draft.config.sliding_window, view.size) if w is not None), default=None)
-        backend = TorchAttention(window, view.sinks if window else 0)
+        backend = torch_attention(draft.config, window, view.sinks if window else 0)
         proposer = DraftModelProposer(draft, store, backend, block_size, step_bytes(draft) / step_bytes(model))
         if draft is not options.draft_model:
             proposer.weight_bytes = bytes_beside(draft, model)

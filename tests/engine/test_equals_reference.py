@@ -16,13 +16,14 @@ from ..reference import Reference, ending
 from ..strategies import (
     EOS,
     GROUPS,
+    LATENT,
     MAX_LEN,
     WINDOWS,
+    all_models,
     engine_options,
     for_experts,
     greedy,
     greedy_params,
-    models_and_experts,
     poison_freed_blocks,
     reference,
     run_to_end,
@@ -42,12 +43,14 @@ def expected(model, prompt, params):
 
 
 @settings(max_examples=150)
-@given(st.data(), models_and_experts, workloads(greedy_params()))
+@given(st.data(), all_models, workloads(greedy_params()))
 def test_greedy_tokens_equal_the_reference_under_any_options_and_every_request_ends(data, model, work):
     options = data.draw(engine_options(max(slots_needed(p, s) for p, s in work)))
     group, window, sinks = model
     options = for_experts(options, group)
     given = {"attention_window": window, "attention_sinks": sinks}  # the window is the model's, the engine's or both
+    if group in LATENT:
+        given["mla"] = data.draw(st.sampled_from(["auto", "absorbed", "naive"]))
     engine = Engine(tiny_model(group, data.draw(st.sampled_from([window, None]))), None, EngineConfig(**options, **given))
     poison_freed_blocks(engine)
     work = [sample for sample in work for _ in range(data.draw(st.sampled_from([1, 1, 2, 4])))]
@@ -82,7 +85,7 @@ def test_rows_of_different_length_that_decode_together_keep_their_own_keys(base,
     assert {name: out.token_ids for name, out in done.items()} == {name: greedy(p, 4) for name, p in work.items()}
 
 
-@pytest.mark.parametrize("group, window", list(itertools.product(GROUPS, WINDOWS)))
+@pytest.mark.parametrize("group, window", list(itertools.product(GROUPS + LATENT, WINDOWS)))
 def test_logits_of_every_position_equal_the_reference(group, window):
     """Not only the winner: all logits, to rounding, with the prompt in one chunk and in chunks of 3."""
     prompt = torch.randint(0, 32, (17,), generator=torch.Generator().manual_seed(1)).tolist()

@@ -21,20 +21,21 @@ from ..cache.dict_prefix import DictPrefixCache
 from ..reference import ending
 from ..strategies import (
     EOS,
+    LATENT,
     VOCAB,
     FakeTokenizer,
-    WatchedAttention,
     WatchedSparse,
+    all_models,
     engine_options,
     for_experts,
     kv_dtypes,
-    models_and_experts,
     poison_freed_blocks,
     reference,
     slots_needed,
     sparse_reference,
     sparse_views,
     tiny_model,
+    watched_attention,
     with_drafts,
 )
 
@@ -78,11 +79,13 @@ class Sent:
 
 class EngineMachine(RuleBasedStateMachine):
     @initialize(
-        model=models_and_experts, options=with_drafts(engine_options(needed=18, max_model_len=MAX_MODEL_LEN)), own=st.booleans(),
+        model=all_models, options=with_drafts(engine_options(needed=18, max_model_len=MAX_MODEL_LEN)), own=st.booleans(),
         tiers=tier_options, kv_dtype=kv_dtypes, sparse=st.none() | st.none() | st.tuples(sparse_views, st.integers(1, 2)),
     )  # fmt: skip
     def build(self, model, options, own, tiers, kv_dtype, sparse):
         options = for_experts(options, model[0])
+        if model[0] in LATENT:  # latents are neither quantised nor chosen among
+            kv_dtype, sparse = "auto", None
         self.model, self.view, size = (*model, kv_dtype), model[1:], options["block_size"]
         if own and options["prefix_cache"] == "hash":  # somebody's own object at the seam
             options["prefix_cache"] = DictPrefixCache(size)
@@ -94,7 +97,7 @@ class EngineMachine(RuleBasedStateMachine):
             self.backend = WatchedSparse(config, SparseView(blocks, window, size), BoundsIndexer(), share)
             self.reference = sparse_reference(model[0], blocks, window, size, share, "bounds", kv_dtype)
         else:
-            self.backend, self.reference = WatchedAttention(*self.view), reference(*self.model)
+            self.backend, self.reference = watched_attention(*model), reference(*self.model)
         if self.cached:
             options |= tiers
         config = EngineConfig(**options, kv_dtype=kv_dtype, attention_backend=self.backend, max_model_len=MAX_MODEL_LEN)

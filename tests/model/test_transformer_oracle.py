@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from minillm import LLM, ModelConfig, SamplingParams, Transformer
-from minillm.attention.torch_backend import TorchAttention
-from minillm.cache.kv_store import PlainKVStore
+from minillm.attention.choice import torch_attention
+from minillm.cache.choice import plain_store
 from minillm.engine.batch import ForwardBatch, Row
 from minillm.model.loader import load_checkpoint
 
@@ -26,6 +26,7 @@ FAMILIES = {
     "llama": transformers.LlamaConfig, "mistral": transformers.MistralConfig, "qwen2": transformers.Qwen2Config,
     "qwen3": transformers.Qwen3Config, "mixtral": transformers.MixtralConfig, "qwen3_moe": transformers.Qwen3MoeConfig,
 }  # fmt: skip
+LATENT = {"deepseek_v2": transformers.DeepseekV2Config, "deepseek_v3": transformers.DeepseekV3Config}
 SIZES: dict[str, Any] = {
     "vocab_size": 97, "hidden_size": 48, "intermediate_size": 40, "num_hidden_layers": 2, "num_attention_heads": 6,
     "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 64, "bos_token_id": None, "eos_token_id": None,
@@ -70,7 +71,7 @@ def quick() -> Iterator[None]:
 
 def save(folder: Path | str, family: str, seed: int = 0, **sizes: Any) -> Path:
     """A random model whose weights keep the scale of what passes through them: transformers' own start is nearly zero."""
-    config = FAMILIES[family](**{**SIZES, **EXPERTS.get(family, {}), **sizes})
+    config = (FAMILIES | LATENT)[family](**{**SIZES, **EXPERTS.get(family, {}), **sizes})
     model = transformers.AutoModelForCausalLM.from_config(config)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
@@ -94,12 +95,12 @@ def ours(folder: Path, dtype: torch.dtype = torch.float32) -> Transformer:
 class Paged:
     """A model over a paged cache of its own; every token's logits are asked for. Block tables run backwards and interleave."""
 
-    def __init__(self, model: Transformer, rows: int = 1, block_size: int = 4):
+    def __init__(self, model: Transformer, rows: int = 1, block_size: int = 4, form: str = "auto"):
         blocks = -(-model.config.max_position // block_size)
         self.model, self.block_size = model, block_size
-        self.store = PlainKVStore.allocate(model.config, (rows * blocks + 1) * block_size, model.dtype)
+        self.store = plain_store(model.config, (rows * blocks + 1) * block_size, model.dtype)
         self.store.poison(torch.arange(1, self.store.num_slots))
-        self.backend = TorchAttention(model.config.sliding_window)
+        self.backend = torch_attention(model.config, model.config.sliding_window, form=form)
         self.tables = [[b * rows + r + 1 for b in reversed(range(blocks))] for r in range(rows)]
 
     @torch.inference_mode()
