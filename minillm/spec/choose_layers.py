@@ -16,8 +16,8 @@ from typing import Iterator, Sequence
 
 import torch
 
-from minillm.attention.torch_backend import TorchAttention
-from minillm.cache.kv_store import PlainKVStore
+from minillm.attention.choice import torch_attention
+from minillm.cache.choice import plain_store
 from minillm.engine.batch import ForwardBatch, Row
 from minillm.engine.sampler import most_likely
 from minillm.llm import LLM
@@ -52,8 +52,8 @@ def agreement(draft: Transformer, texts: Sequence[tuple[Sequence[int], int]]) ->
         wanted += ids[prompt_len:]
         blocks, tokens = blocks + num_blocks, tokens + len(ids)
     batch = dataclasses.replace(ForwardBatch.build(rows, BLOCK, device=draft.device), logit_indices=torch.tensor(at))
-    store = PlainKVStore.allocate(draft.config, blocks * BLOCK, draft.dtype, draft.device, shared=True)
-    backend = TorchAttention(draft.config.sliding_window)
+    store = plain_store(draft.config, blocks * BLOCK, draft.dtype, draft.device, shared=True)
+    backend = torch_attention(draft.config, draft.config.sliding_window)
     best = most_likely(draft(batch, store, backend, backend.plan(batch, draft.dtype)))
     return sum(a == b for a, b in zip(best, wanted, strict=True)), len(wanted)
 
