@@ -117,16 +117,17 @@ def make_store(options: EngineConfig, model: Transformer, size: PoolSize, shared
 
 def compile_step(options: EngineConfig, model: Transformer, store: KVStore, backend: AttentionBackend) -> CompiledDecode | None:
     """The compiled decode step; None, with a warning, where this machine cannot compile one."""
-    if options.quantization is not None or model.storage:
-        what = model.storage or f"quantization={options.quantization!r:.60}"
-        raise ValueError(f"compile=True compiles 16- or 32-bit weights, not {what}: leave compile=False or quantization=None")
     if type(backend) is not TorchAttention or type(store) is not PlainKVStore:
         raise ValueError(
             "compile=True compiles the torch attention backend over the plain KV store; "
             "leave attention_backend='auto' and kv_store='plain', and kv_dtype='auto'"
         )
     try:
-        return CompiledDecode(model, store, backend)
+        traced = model.traced()
+    except ValueError as error:
+        raise ValueError(f"compile=True cannot compile these weights: {error}; leave compile=False") from error
+    try:
+        return CompiledDecode(traced, store, backend)
     except CompileUnavailable as reason:
         log.warning("compile=True is ignored: %s", reason)
         return None

@@ -1,7 +1,8 @@
 """compile=True: the decode step as one ahead-of-time compiled library, kept on disk.
 
-The step is the same Transformer.forward; torch.export traces it with plain weights, and AOTInductor turns it into C++ that keeps
-the weights packed for the CPU's matrix units. It removes what half of an eager step is: Python, dispatch, small operators.
+The step is the same Transformer.forward; torch.export traces it with plain weights, or with the codes of quantised ones, and
+AOTInductor turns it into C++ that keeps the weights packed for the CPU's matrix units. It removes what half of an eager step is:
+Python, dispatch, small operators.
 """
 
 from __future__ import annotations
@@ -35,11 +36,10 @@ from minillm.engine.batch import ForwardBatch
 from minillm.model import layers, transformer
 from minillm.model.transformer import Transformer
 from minillm.paths import cache_dir
-from minillm.quant import linear
-from minillm.quant.linear import PlainLinear
+from minillm.quant import group_linear, linear
 
 log = logging.getLogger("minillm")
-SOURCES: tuple[ModuleType, ...] = (transformer, layers, linear, torch_backend, kv_store)
+SOURCES: tuple[ModuleType, ...] = (transformer, layers, linear, group_linear, torch_backend, kv_store)
 KEPT_PACKAGES = 4
 
 
@@ -79,7 +79,11 @@ def all_decode(batch: ForwardBatch) -> bool:
 
 
 class CompiledDecode:
-    """Runs a batch in which every row computes one token and wants its logits."""
+    """Runs a batch in which every row computes one token and wants its logits.
+
+    model: as ``Transformer.traced`` gives it. What is kept of it, as ``model``, has shapes and no values: the work of a step is
+    counted from it. weight_bytes: what the compiled step holds for itself, whatever else the engine holds.
+    """
 
     fused = True
 
@@ -87,7 +91,7 @@ class CompiledDecode:
         self.store, self.backend, self.dtype = store, backend, model.dtype
         package = find_or_build(model, store, backend.window)
         self._step = torch._inductor.aoti_load_package(str(package))
-        self.weight_bytes = sum(t.nbytes for t in model.dense_weights().values())
+        self.weight_bytes, self.model = model.weight_bytes(), model.to("meta")
 
     def accepts(self, batch: ForwardBatch) -> bool:
         return all_decode(batch)
@@ -106,7 +110,7 @@ class CompiledDecode:
 
 
 def find_or_build(model: Transformer, store: PlainKVStore, window: int | None) -> Path:
-    """The compiled package of this model on this machine; built at the first call, found at later ones."""
+    """The compiled package of a traced model on this machine; built at the first call, found at later ones."""
     if model.device.type != "cpu":
         raise CompileUnavailable(f"the compiled step is built for a CPU, the model is on {model.device}")
     folder = cache_dir() / "compiled"
@@ -139,7 +143,7 @@ def _build(model: Transformer, store: PlainKVStore, window: int | None, target: 
 
     shapes: Any = _config
 
-    step = DecodeStep(model.converted(model.dtype, model.device, PlainLinear()), window)
+    step = DecodeStep(model, window)
     rows, keys, slots = Dim("rows", min=1), Dim("keys", min=2), Dim("slots", min=2)
     dynamic = ({0: rows}, {0: rows}, {0: rows}, {0: rows, 1: keys}, {0: rows, 3: keys}, [{0: slots}] * len(store.layers))
     m, n = 4, 32  # any sizes serve as an example; 1 would be taken for a constant
@@ -173,8 +177,8 @@ def fingerprint(model: Transformer, store: PlainKVStore, window: int | None) -> 
             (model.config, model.dtype, window, len(store.layers), torch.__version__, torch.get_num_threads(), capability)
         ).encode()
     )
-    for name, tensor in sorted(model.dense_weights().items()):
-        digest.update(name.encode())
+    for name, tensor in model.named_buffers():  # the names and shapes say in which format a layer is
+        digest.update(repr((name, tensor.dtype, tuple(tensor.shape))).encode())
         digest.update(tensor.contiguous().view(torch.uint8).numpy().data)
     return digest.hexdigest()
 

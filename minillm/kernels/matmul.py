@@ -130,10 +130,26 @@ def choose_splits(rows: int, out_features: int, in_features: int, group: int, ti
     return max(1, min(-(-2 * processors // programs), in_features // max(group, 512), 16))
 
 
-def dequantise(qweight: Tensor, scales: Tensor, qzeros: Tensor, group: int) -> Tensor:
-    """The dense weight [in, out] in the scales' dtype; see ``w4a16_matmul`` for the layout."""
+def parts_of(rows: int, out_features: int, in_features: int, group: int, device: torch.device) -> int:
+    """Parts of K that a product of so many rows is cut into on a device: whole groups each, none of them empty."""
+    if not 0 < rows <= MAX_ROWS:
+        return 1
+    processors = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+    return whole_parts(
+        in_features, choose_splits(rows, out_features, in_features, group, matmul_tile(rows, group), processors), group
+    )[1]
+
+
+def whole_parts(in_features: int, parts: int, group: int) -> tuple[int, int]:
+    """(K of a part, parts) for at most so many parts of whole groups."""
+    size = triton.cdiv(triton.cdiv(in_features, parts), group) * group
+    return size, triton.cdiv(in_features, size)
+
+
+def dequantise(qweight: Tensor, scales: Tensor, qzeros: Tensor, group: int, dtype: torch.dtype | None = None) -> Tensor:
+    """The dense weight [in, out] in dtype, the scales' own unless said; see ``w4a16_matmul`` for the layout."""
     k, n, group = _check(qweight, scales, qzeros, group)
-    out = torch.empty((k, n), dtype=scales.dtype, device=scales.device)
+    out = torch.empty((k, n), dtype=dtype or scales.dtype, device=scales.device)
     block = min(group & -group, 64)
     grid = (k // block, triton.cdiv(n, 128))
     dequantise_kernel[grid](qweight, qzeros, scales, out, n, GROUP=group, BLOCK_K=block, BLOCK_N=128, num_warps=4)
@@ -155,18 +171,14 @@ def w4a16_matmul(
         raise ValueError(f"x must be [rows, {k}] for this weight, got {tuple(x.shape)}")
     rows = x.shape[0]
     if rows > MAX_ROWS:
-        dense = dequantise(qweight, scales, qzeros, group).to(x.dtype)
+        dense = dequantise(qweight, scales, qzeros, group, x.dtype)
         return F.linear(x, dense.T, bias)
     out = torch.empty((rows, n), dtype=x.dtype, device=x.device)
     if rows == 0:
         return out
     x = x if x.stride(1) == 1 else x.contiguous()
     tile = matmul_tile(rows, group)
-    if num_splits is None:
-        processors = torch.cuda.get_device_properties(x.device).multi_processor_count if x.is_cuda else 1
-        num_splits = choose_splits(rows, n, k, group, tile, processors)
-    k_per_split = triton.cdiv(triton.cdiv(k, num_splits), group) * group
-    num_splits = triton.cdiv(k, k_per_split)
+    k_per_split, num_splits = whole_parts(k, num_splits or parts_of(rows, n, k, group, x.device), group)
     split = num_splits > 1
     target = torch.empty((num_splits, rows, n), dtype=torch.float32, device=x.device) if split else out
     grid = (triton.cdiv(n, tile.n), triton.cdiv(rows, tile.m), num_splits)
@@ -195,11 +207,14 @@ def _check(qweight: Tensor, scales: Tensor, qzeros: Tensor, group: int) -> tuple
     return k, n, group
 
 
-def work(rows: int, in_features: int, out_features: int, group: int, element: int, dtype: str, num_splits: int = 1) -> Work:
+def work(
+    rows: int, in_features: int, out_features: int, group: int, element: int, dtype: str, num_splits: int = 1,
+    scale_element: int = 2,
+) -> Work:  # fmt: skip
     """Codes, zeros and scales are read once; multiplications are those of the 16-bit product. Beyond MAX_ROWS the dense weight is
-    written and read too."""
+    written and read too. element, scale_element: bytes of an activation and of a scale."""
     groups = 1 if group == -1 else in_features // group
-    stored = in_features * out_features // 2 + groups * out_features // 2 + groups * out_features * element
+    stored = in_features * out_features // 2 + groups * out_features // 2 + groups * out_features * scale_element
     moved = rows * (in_features + out_features) * element
     if rows > MAX_ROWS:
         moved += 2 * in_features * out_features * element

@@ -238,6 +238,16 @@ class Transformer(nn.Module):
             out.update({f"{p}.{name}.weight": norm.weight for name, norm in norms.items() if norm is not None})
         return out
 
+    def traced(self) -> "Transformer":
+        """The same model with every linear layer in the form that torch.export traces; what can be shared is. ValueError for a
+        layer that has no such form."""
+        memo: dict[int, Any] = {id(m): m.traced() for m in self.modules() if isinstance(m, Linear)}
+        memo.update({id(shared): shared for shared in (self.config, *self.buffers())})
+        model = copy.deepcopy(self, memo)
+        if self.config.tie_embeddings and "weight" in model.head._buffers:  # else the package would hold it twice
+            model.head.weight = model.embedding
+        return model
+
     def converted(self, dtype: torch.dtype, device: torch.device | str, linear_method: AnyMethod | None = None) -> "Transformer":
         """A copy in another dtype, on another device or with another linear method; this one stays as it is."""
         weights = {name: t.to(device=device, dtype=held_in(name, dtype)) for name, t in self.dense_weights().items()}

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from minillm.quant.calibrate import Seen
-from minillm.quant.grid import quantise
+from minillm.quant.grid import group_size, round_trip
 
 RATIOS = tuple(i / 10 for i in range(11))
 
@@ -21,11 +21,11 @@ def search_scales(weight: Tensor, seen: Seen, bits: int, group: int, symmetric: 
 
     Ratio 0 is all ones: the result is never worse than rounding to nearest.
     """
+    size = group_size(weight.shape[1], group, name)
     best, least = torch.ones_like(seen.magnitude), float("inf")
     for ratio in RATIOS:
         scales = _normalised(seen.magnitude.clamp(min=1e-4) ** ratio)
-        rounded = quantise(weight * scales, bits, group, symmetric, name).dequantise(weight.dtype) / scales
-        loss = seen.loss(weight, rounded)
+        loss = seen.loss(weight, round_trip(weight * scales, bits, size, symmetric).div_(scales))
         if loss < least:
             best, least = scales, loss
     return best

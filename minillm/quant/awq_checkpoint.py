@@ -1,16 +1,14 @@
 """Checkpoints of 4-bit weights in the layout of AutoAWQ ("gemm"): written here, read by other engines, and read back.
 
-A linear layer [out, in] with groups of g is three tensors. qweight, int32 [in, out / 8]: eight neighbouring output channels of
-one input channel share a word, and its nibbles, from the lowest, hold channels 0, 2, 4, 6, 1, 3, 5, 7. qzeros, int32
-[in / g, out / 8]: zero points in the same order. scales, float16 [in / g, out]. A word whose top nibble is 8 or more is a
-negative int32, and shifting it down brings ones from the left: each nibble is masked after its shift.
+A linear layer is the three tensors of ``minillm.quant.words``, its scales in float16; a fused layer of ours is two or three of
+theirs, side by side.
 """
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any, Iterable, cast
+from typing import Any, Iterable, Literal, cast
 
 import torch
 from safetensors import safe_open
@@ -23,26 +21,9 @@ from minillm.quant.calibrate import LINEARS
 from minillm.quant.config import QuantConfig
 from minillm.quant.grid import Codes
 from minillm.quant.group_linear import GroupLinear
+from minillm.quant.words import pack_words, unpack_words
 
-ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 PARTS = ("qweight", "qzeros", "scales")
-
-
-def pack_words(codes: Tensor) -> Tensor:
-    """uint8 [rows, out] of 4 bits → int32 [rows, out / 8]; ValueError where out is no multiple of 8."""
-    if codes.shape[1] % 8:
-        raise ValueError(f"the layout packs 8 output channels to a word; {codes.shape[1]} is not a multiple of 8")
-    eight = codes.to(torch.int64).unflatten(1, (-1, 8))[:, :, list(ORDER)]
-    words = (eight << torch.arange(0, 32, 4)).sum(-1)
-    return torch.where(words >= 2**31, words - 2**32, words).to(torch.int32)
-
-
-def unpack_words(words: Tensor) -> Tensor:
-    """What pack_words packed, uint8 [rows, out]."""
-    nibbles = (
-        words.unsqueeze(-1) >> torch.arange(0, 32, 4, dtype=torch.int32)
-    ) & 15  # the sign comes down with the shift
-    return nibbles[:, :, torch.tensor(ORDER).argsort()].flatten(1).to(torch.uint8)
 
 
 def save_awq(model: Transformer, folder: str | Path, name: str | None = None) -> Path:
@@ -152,8 +133,12 @@ def is_awq(raw: Any) -> bool:
     return isinstance(quant, dict) and quant.get("quant_method") == "awq" and quant.get("bits") == 4
 
 
-def load_awq(folder: str | Path, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu") -> Transformer:
-    """The model in a folder that save_awq or AutoAWQ wrote: its codes as they are, everything else in dtype.
+def load_awq(
+    folder: str | Path, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu",
+    kernel: Literal["auto", "torch", "triton"] = "auto",
+) -> Transformer:  # fmt: skip
+    """The model in a folder that save_awq or AutoAWQ wrote: its codes as they are, everything else in dtype; kernel as in
+    QuantConfig.
 
     ValueError: another format, a missing tensor, a wrong shape.
     """
@@ -176,7 +161,7 @@ def load_awq(folder: str | Path, dtype: torch.dtype = torch.float32, device: tor
     from minillm.quant.quantise import QuantMethods, describe
 
     group = int(quant.get("group_size", 128))
-    chosen = QuantConfig("awq", 4, group, bool(quant.get("symmetric", False)), head_bits=quant.get("head_bits"))
+    chosen = QuantConfig("awq", 4, group, bool(quant.get("symmetric", False)), head_bits=quant.get("head_bits"), kernel=kernel)
     codes = {f"model.layers.{i}.{key}": _read_codes(tensors, f"model.layers.{i}", _parts(config, key), folder)
              for i in range(config.num_layers) for key in LINEARS}  # fmt: skip
     weights = {name: t.float() for name, t in tensors.items() if t.is_floating_point() and not name.endswith(".scales")}

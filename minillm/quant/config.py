@@ -8,6 +8,7 @@ from typing import Any, Literal, Sequence, Union
 METHODS = ("rtn", "awq", "gptq", "w8a8", "fp8")
 BITS = (2, 3, 4, 8)
 PER_CHANNEL = -1
+KERNELS = ("auto", "torch", "triton")
 BY_METHOD: Any = object()
 """Stands for what a method takes by itself: 4 bits in groups of 64 with zero points; for "w8a8" and "fp8", which have no
 choice, 8 bits on a symmetric grid per channel."""
@@ -30,6 +31,8 @@ class QuantConfig:
     bfloat16 on a CPU.
     migration: of "w8a8": how much of the activations' outliers the weights take over: 0 to 1, None for nothing, or "search" for
     what loses least on the calibration text, layer by layer.
+    kernel: what multiplies by 4-bit layers: "triton", the kernel of ``minillm.kernels.matmul``; "torch"; or "auto", Triton's on a
+    GPU and torch's on a CPU.
     """
 
     method: Literal["rtn", "awq", "gptq", "w8a8", "fp8"] = "rtn"
@@ -40,6 +43,7 @@ class QuantConfig:
     calibration: Sequence[Union[str, Sequence[int]]] | None = None
     dense_from: int | None | Literal["auto"] = "auto"
     migration: float | None | Literal["search"] = "search"
+    kernel: Literal["auto", "torch", "triton"] = "auto"
 
     def __post_init__(self) -> None:
         if self.method not in METHODS:
@@ -61,6 +65,10 @@ class QuantConfig:
             raise ValueError(f"symmetric must be True or False, got {self.symmetric!r:.60}")
         if self.dense_from is not None and self.dense_from != "auto" and not _is_count(self.dense_from):
             raise ValueError(f"dense_from must be a whole number of at least 1, None or 'auto', got {self.dense_from!r:.60}")
+        if self.kernel not in KERNELS:
+            raise ValueError(f"kernel must be one of {', '.join(map(repr, KERNELS))}, got {self.kernel!r:.60}")
+        if self.kernel == "triton" and self.bits != 4:
+            raise ValueError(f"kernel='triton' multiplies by 4 bits, got bits={self.bits}")
         if self.calibration is not None and (isinstance(self.calibration, str) or not len(self.calibration)):
             raise ValueError(f"calibration must be a list of at least one text or list of ids, got {self.calibration!r:.60}")
         strength = self.migration

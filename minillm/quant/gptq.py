@@ -9,7 +9,8 @@ from minillm.quant.calibrate import Seen
 from minillm.quant.grid import Codes, choose_grid, group_size, quantise, to_codes
 
 DAMPING = 0.01
-BLOCK = 128
+LEAF = 8
+"""Columns that are rounded one by one; errors of more are spread by matrix products."""
 
 
 def gptq(weight: Tensor, seen: Seen, bits: int, group: int, symmetric: bool, name: str = "the weight") -> Codes:
@@ -30,34 +31,40 @@ def gptq(weight: Tensor, seen: Seen, bits: int, group: int, symmetric: bool, nam
         scale, zero = choose_grid(columns[start : start + size].T, bits, symmetric)
         scales.append(scale)
         zeros.append(zero)
-        for first in range(start, start + size, BLOCK):
-            last = min(first + BLOCK, start + size)
-            errors = _round_columns(columns, codes, scale.squeeze(1), zero.squeeze(1), factor, first, last, bits)
-            columns[last:] -= factor[first:last, last:].T @ errors
+        stop = start + size
+        errors = _round_columns(columns, codes, scale.squeeze(1), zero.squeeze(1), factor, start, stop, bits)
+        columns[stop:].addmm_(factor[start:stop, stop:].T, errors, alpha=-1)
     found = Codes(codes.T.contiguous(), torch.cat(scales, 1), torch.cat(zeros, 1), bits)
     better = seen.loss(weight, found.dequantise(weight.dtype)) <= seen.loss(weight, nearest.dequantise(weight.dtype))
     return found if better else nearest
 
 
 def _inverse_factor(gram: Tensor) -> Tensor:
-    """U, upper triangular, with UᵀU the inverse of the damped Gram matrix; float64. A channel that never fires gets weight 1."""
+    """U, upper triangular, with UᵀU the inverse of the damped Gram matrix H; float64. A channel that never fires gets weight 1.
+
+    With H = RRᵀ, R upper triangular, U is R's inverse; R is the Cholesky factor of H read backwards."""
     hessian = gram.double().clone()
     diagonal = hessian.diagonal()
     diagonal[diagonal == 0] = 1
     diagonal += DAMPING * diagonal.mean()
-    inverse = torch.cholesky_inverse(torch.linalg.cholesky(hessian))
-    return torch.linalg.cholesky(inverse, upper=True)
+    backwards = torch.linalg.cholesky(hessian.flip(0, 1)).flip(0, 1)
+    return torch.linalg.solve_triangular(backwards, torch.eye(len(gram), dtype=torch.float64, device=gram.device), upper=True)
 
 
 def _round_columns(
     columns: Tensor, codes: Tensor, scale: Tensor, zero: Tensor, factor: Tensor, first: int, last: int, bits: int
 ) -> Tensor:
     """Round columns first … last - 1, each after the errors before it. Returns errors [last - first, out]."""
+    if last - first > LEAF:
+        middle = (first + last) // 2
+        left = _round_columns(columns, codes, scale, zero, factor, first, middle, bits)
+        columns[middle:last].addmm_(factor[first:middle, middle:last].T, left, alpha=-1)
+        return torch.cat([left, _round_columns(columns, codes, scale, zero, factor, middle, last, bits)])
     errors = torch.empty_like(columns[first:last])
     for j in range(first, last):
         codes[j] = to_codes(columns[j], scale, zero, bits)
         rounded = (codes[j].to(columns.dtype) - zero) * scale
         error = (columns[j] - rounded) / factor[j, j]
-        columns[j:last] -= factor[j, j:last, None] * error
+        columns[j + 1 : last].addr_(factor[j, j + 1 : last], error, alpha=-1)
         errors[j - first] = error
     return errors

@@ -82,6 +82,14 @@ def quantise(weight: Tensor, bits: int, group: int, symmetric: bool, name: str =
     return Codes(codes.flatten(1), scale.squeeze(-1), zero.squeeze(-1), bits)
 
 
+def round_trip(weight: Tensor, bits: int, size: int, symmetric: bool) -> Tensor:
+    """What quantise and dequantise make of a finite weight [out, in] in groups of size, without the codes: for searches."""
+    grouped = (weight if weight.dtype == torch.float64 else weight.float()).unflatten(1, (-1, size))
+    scale, zero = choose_grid(grouped, bits, symmetric)
+    codes = (grouped / scale).add_(zero).round_().clamp_(0, 2**bits - 1)
+    return codes.float().sub_(zero).mul_(scale).flatten(1).to(weight.dtype)
+
+
 def dequantise(codes: Tensor, scales: Tensor, zeros: Tensor) -> Tensor:
     """codes [out, in], scales and zeros [out, groups] → float32 [out, in]."""
     grouped = codes.unflatten(1, (scales.shape[1], -1))

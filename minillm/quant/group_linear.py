@@ -8,8 +8,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from minillm.quant import words
 from minillm.quant.grid import Codes, dequantise, pack_bits, quantise, unpack_bits
-from minillm.quant.linear import Packed, PlainLinear, PrepackedLinear, Traffic, default_method
+from minillm.quant.linear import LinearMethod, Packed, PlainLinear, PrepackedLinear, Traffic, default_method
 
 DENSE_FROM = 6
 """Rows from which 16-bit products on a CPU's matrix units beat the packed kernels, which handle row after row (measured on two
@@ -24,18 +25,20 @@ class GroupLinear:
     """A LinearMethod for weights on a grid (``minillm.quant.grid``).
 
     What pack keeps shows how apply multiplies. "int4": torch's int4 kernel for CPUs. "int8": its kernel for symmetric channels of
-    8 bits. "codes": a stream of bits, dequantised tile by tile at every product, whatever the bits, group, dtype and device.
-    "dense_copy", beside one of these: the dequantised weight, for steps of many rows.
+    8 bits. "qweight": the Triton kernel for 4 bits, which unpacks the weight for torch's product where rows are many. "codes": a
+    stream of bits, dequantised tile by tile at every product, whatever the bits, group, dtype and device. "dense_copy", beside
+    one of these: the dequantised weight, for steps of many rows.
 
+    kernel: "auto" is Triton's on a GPU and torch's on a CPU, where they can; "triton" is a ValueError where it cannot.
     codes: a weight that was quantised already, by AWQ or GPTQ; the first pack then takes it instead of rounding its argument.
     """
 
     def __init__(
         self, bits: int, group: int, symmetric: bool, dense_from: int | None | Literal["auto"] = "auto", *,
-        codes: Codes | None = None, name: str = "the weight",
+        kernel: Literal["auto", "torch", "triton"] = "auto", codes: Codes | None = None, name: str = "the weight",
     ):  # fmt: skip
         self.bits, self.group, self.symmetric, self.name = bits, group, symmetric, name
-        self._dense_from, self._codes = dense_from, codes
+        self.kernel, self._dense_from, self._codes = kernel, dense_from, codes
 
     @property
     def threshold(self) -> int | None:
@@ -54,6 +57,12 @@ class GroupLinear:
         return {**packed, "like": weight.new_empty(0, weight.shape[1]), "bias": bias}
 
     def _store(self, codes: Codes, dtype: torch.dtype, device: torch.device) -> dict[str, Tensor | None]:
+        if self.kernel == "triton" or (self.kernel == "auto" and device.type == "cuda"):
+            reason = words.refused(codes, dtype, device)
+            if reason is None:
+                return words.to_words(codes, device)
+            if self.kernel == "triton":
+                raise ValueError(f"kernel='triton' of {self.name}: {reason}")
         out_features, in_features = codes.codes.shape
         # the kernels read beyond rows that are no multiple of their vectors
         if device.type == "cpu" and dtype in KERNEL_DTYPES and out_features % 16 == 0 and in_features % 32 == 0:
@@ -62,9 +71,10 @@ class GroupLinear:
             if codes.bits == 8 and codes.scales.shape[1] == 1 and bool((codes.zeros == 128).all()):
                 signed = (codes.codes.to(torch.int16) - 128).to(torch.int8)
                 return {"int8": signed, "scales": codes.scales.flatten().to(dtype)}
+        half = codes.scales.bfloat16()  # a grid of ours loses nothing by it
         return {
-            "codes": pack_bits(codes.codes, codes.bits).to(device), "scales": codes.scales.to(device, torch.bfloat16),
-            "zeros": codes.zeros.to(device),
+            "codes": pack_bits(codes.codes, codes.bits).to(device), "zeros": codes.zeros.to(device),
+            "scales": (half if torch.equal(half.float(), codes.scales) else codes.scales).to(device),
         }  # fmt: skip
 
     def apply(self, packed: Packed, x: Tensor) -> Tensor:
@@ -74,6 +84,8 @@ class GroupLinear:
             assert dense is not None
             method = PrepackedLinear() if dense.is_mkldnn else PlainLinear()
             return method.apply({"weight": dense, "bias": bias}, x)
+        if "qweight" in packed:
+            return words.multiply(packed, x)
         if "int4" in packed:
             pairs = packed["scales_and_offsets"]
             assert pairs is not None
@@ -83,6 +95,14 @@ class GroupLinear:
         else:
             y = self._by_tile(packed, x)
         return y if bias is None else y + bias
+
+    def about(self, packed: Packed) -> str:
+        """How it multiplies, in a phrase."""
+        if "qweight" in packed:
+            return words.about()
+        if "int4" in packed or "int8" in packed:
+            return f"torch's {'int4' if 'int4' in packed else 'int8'} kernel"
+        return "dequantised tile by tile"
 
     def _reads_copy(self, packed: Packed, rows: int) -> bool:
         threshold = self.threshold
@@ -100,6 +120,15 @@ class GroupLinear:
             tiles.append(F.linear(x, dequantise(codes, scales[part].float(), zeros[part]).to(x.dtype)))
         return tiles[0] if len(tiles) == 1 else torch.cat(tiles, dim=-1)
 
+    def traced(self, packed: Packed) -> tuple[LinearMethod, Packed]:
+        """The codes without their copy: torch's compiler has products for torch's two formats that use the matrix units."""
+        if "int4" not in packed and "int8" not in packed:
+            raise ValueError(
+                f"{self.name} is {self.about(packed)}; torch's compiler multiplies by 4 bits in groups that are multiples of 32 "
+                "and by 8 bits on a symmetric grid per channel, on a CPU, in 16- or 32-bit arithmetic"
+            )
+        return self, {name: tensor for name, tensor in packed.items() if name != "dense_copy"}
+
     def unpack(self, packed: Packed) -> Tensor:
         like = packed["like"]
         assert like is not None
@@ -107,10 +136,13 @@ class GroupLinear:
 
     def codes(self, packed: Packed) -> Codes:
         """The quantised weight that pack was given or made."""
+        scales, like = packed.get("scales"), packed["like"]
+        assert like is not None
         if "int4" in packed:
             return _from_int4(packed, self.group)
-        scales, like = packed["scales"], packed["like"]
-        assert scales is not None and like is not None
+        assert scales is not None
+        if "qweight" in packed:
+            return words.from_words(packed, like.shape[1] if self.group == -1 else self.group)
         if "int8" in packed:
             signed = packed["int8"]
             assert signed is not None
@@ -126,6 +158,8 @@ class GroupLinear:
         copy, bias = kept.pop("dense_copy", 0), kept.get("bias", 0)
         if self._reads_copy(packed, rows):
             return Traffic(copy + bias)
+        if "qweight" in packed:
+            return words.traffic(packed, rows)
         scales, like = packed.get("scales"), packed["like"]
         assert like is not None
         dense = len(scales) * like.shape[1] * like.dtype.itemsize if "codes" in packed and scales is not None else 0

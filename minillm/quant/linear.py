@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass
 from typing import Any, Mapping, Protocol, Union
 
@@ -17,18 +18,20 @@ Packed = Mapping[str, Tensor | None]
 @dataclass(frozen=True)
 class Traffic:
     """Bytes that one product moves besides its rows: weights read, and intermediates of its own written and read. precision: in
-    which it multiplies, where that is not the layer's dtype."""
+    which it multiplies, where that is not the layer's dtype. launches: operators that it is made of."""
 
     weight_bytes: int
     scratch_bytes: int = 0
     precision: str = ""
+    launches: int = 1
 
 
 class LinearMethod(Protocol):
     """A storage format of weights with the product that belongs to it.
 
     A method whose products do not read all that pack kept may have ``traffic(packed, rows) -> Traffic``, which the meter then
-    asks. One that treats layers differently may have ``for_layer(name) -> LinearMethod``; it then needs nothing else.
+    asks. One whose product torch.export can trace may have ``traced(packed) -> (method, packed)``, which compile=True then takes.
+    One that treats layers differently may have ``for_layer(name) -> LinearMethod``; it then needs nothing else.
     """
 
     def pack(self, weight: Tensor, bias: Tensor | None) -> dict[str, Tensor | None]:
@@ -72,6 +75,10 @@ class PlainLinear:
         weight = packed["weight"]
         assert weight is not None
         return weight.to_dense() if weight.is_mkldnn else weight
+
+    def traced(self, packed: Packed) -> tuple[LinearMethod, Packed]:
+        """The plain product with the plain weight: torch's compiler packs it in its own way."""
+        return PlainLinear(), {"weight": self.unpack(packed), "bias": packed["bias"]}
 
 
 class PrepackedLinear(PlainLinear):
@@ -118,7 +125,10 @@ class Linear(nn.Module):
     def replace(self, weight: Tensor, bias: Tensor | None) -> None:
         """Hold other values of the same shape; the tensors that were held are not written to."""
         self._bias = bias
-        for name, tensor in self.method.pack(weight, bias).items():
+        self._keep(self.method.pack(weight, bias))
+
+    def _keep(self, packed: Packed) -> None:
+        for name, tensor in packed.items():
             self.register_buffer(name, tensor, persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -127,6 +137,17 @@ class Linear(nn.Module):
     def dense(self) -> tuple[Tensor, Tensor | None]:
         """Weight [out, in] and bias [out] as the layer was built from them."""
         return self.method.unpack(self._buffers), self._bias
+
+    def traced(self) -> "Linear":
+        """This layer as torch.export can trace it, over the same tensors where it can. ValueError where it cannot."""
+        ask: Any = getattr(self.method, "traced", None)
+        if ask is None:
+            raise ValueError(f"{type(self.method).__name__} has no product that torch can compile")
+        layer = copy.copy(self)
+        layer._buffers, layer._non_persistent_buffers_set = {}, set()
+        layer.method, packed = ask(self._buffers)
+        layer._keep(packed)
+        return layer
 
     def nbytes(self) -> int:
         """Bytes held by everything that pack kept."""
@@ -147,5 +168,5 @@ class Linear(nn.Module):
             flops={traffic.precision or str(self.dtype).removeprefix("torch."): 2 * rows * self.in_features * self.out_features},
             weight_bytes=traffic.weight_bytes,
             activation_bytes=rows * (self.in_features + self.out_features) * element + traffic.scratch_bytes,
-            launches=1,
+            launches=traffic.launches,
         )

@@ -40,12 +40,14 @@ class QuantMethods:
         if name == "lm_head":
             if c.head_bits is None:
                 return default_method(self.dtype, self.device)
-            return GroupLinear(c.head_bits, -1, True, c.dense_from, name=name)
+            kernel = "auto" if c.kernel == "triton" and c.head_bits != 4 else c.kernel
+            return GroupLinear(c.head_bits, -1, True, c.dense_from, kernel=kernel, name=name)
         if c.method == "w8a8":
             return W8A8Linear(codes=self._codes.pop(name, None), name=name)
         if c.method == "fp8":
             return FP8Linear(name=name)
-        return GroupLinear(c.bits, c.group, c.symmetric, c.dense_from, codes=self._codes.pop(name, None), name=name)
+        codes = self._codes.pop(name, None)
+        return GroupLinear(c.bits, c.group, c.symmetric, c.dense_from, kernel=c.kernel, codes=codes, name=name)
 
 
 @dataclass(frozen=True)
@@ -96,11 +98,9 @@ def describe(model: Transformer, config: QuantConfig) -> str:
         return f"{config.description}; {sample.method.gemm.about if sample.method.gemm else ''}"
     if isinstance(sample.method, FP8Linear):
         return f"{config.description}; {sample.method.about(sample._buffers['e4m3'])}"
-    kind = next(name for name in ("int4", "int8", "codes") if name in sample._buffers)
-    how = {"int4": "torch's int4 kernel", "int8": "torch's int8 kernel", "codes": "dequantised tile by tile"}[kind]
     method = sample.method
     assert isinstance(method, GroupLinear)
-    few = f"{config.description}; {how}"
+    few = f"{config.description}; {method.about(sample._buffers)}"
     if "dense_copy" not in sample._buffers:
         return few
     return f"{few}, from {method.threshold} rows on a dequantised copy in {str(model.dtype).removeprefix('torch.')}"

@@ -23,6 +23,8 @@ from minillm.cache.kv_store import PlainKVStore
 from minillm.engine import compiled as module
 from minillm.engine.batch import ForwardBatch, Row
 from minillm.engine.compiled import KEPT_PACKAGES, CompiledDecode, CompileUnavailable, find_or_build, fingerprint
+from minillm.quant.config import QuantConfig
+from minillm.quant.group_linear import GroupLinear
 
 CONFIG = ModelConfig(
     vocab_size=31, hidden_size=16, intermediate_size=20, num_layers=2, num_heads=6, num_kv_heads=2, head_dim=4, max_position=64,
@@ -35,6 +37,20 @@ PROMPTS = [[7], [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12], [3, 3], [4, 9, 2, 0, 1]
 
 def tiny(dtype: torch.dtype = torch.float64, seed: int = 0, **changes: Any) -> Transformer:
     return Transformer.random(dataclasses.replace(CONFIG, **changes), seed=seed, dtype=dtype)
+
+
+class FourAndEight:
+    """Attention in 4 bits in groups of 32, everything else in 8 per channel; a copy for four rows and more."""
+
+    def for_layer(self, name: str) -> GroupLinear:
+        return GroupLinear(4, 32, False, 4) if "self_attn" in name else GroupLinear(8, -1, True, 4)
+
+
+def quantised(dtype: torch.dtype, method: Any = None, **changes: Any) -> Transformer:
+    """A model whose shapes torch's packed kernels can serve."""
+    shape = {"vocab_size": 48, "hidden_size": 64, "intermediate_size": 64, "head_dim": 16, "num_heads": 4, "mlp_bias": True}
+    config = dataclasses.replace(CONFIG, **shape, **changes)
+    return Transformer.random(config, dtype=dtype, linear_method=method or FourAndEight())
 
 
 def store_of(model: Transformer) -> PlainKVStore:
@@ -69,11 +85,11 @@ class Compiled:
         assert len(calls) >= GREEDY.max_tokens - 1 and max(calls) >= len(prompts)
 
 
-@pytest.fixture(scope="module", params=[torch.float64, torch.float32], ids=["float64", "float32"])
+@pytest.fixture(scope="module", params=[False, True], ids=["float64", "float32 in 4 and 8 bits"])
 def compiled(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Compiled]:
     if COMPILER is None:
         pytest.skip("compile=True needs a C++ compiler: g++ or clang++")
-    model, said = tiny(request.param), list[str]()
+    model, said = quantised(torch.float32) if request.param else tiny(), list[str]()
     listener = logging.Handler()
     listener.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("minillm").addHandler(listener)
@@ -122,12 +138,19 @@ def test_a_compiled_step_is_replayed_in_fixed_sizes(compiled: Compiled, overlap:
     assert graphs is not None and graphs.fused and graphs.sizes == [(8, 32)] and llm.meter.slots_padded == 3 * 19
 
 
+LENGTHS = [(1,), (1, 1), (2, 30), (9, 10, 11), (64, 1, 17, 4, 33, 8, 2)]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("kv_lens", [(1,), (1, 1), (2, 30), (9, 10, 11), (64, 1, 17, 4, 33, 8, 2)])
+@pytest.mark.parametrize("kv_lens", LENGTHS)
 def test_logits_are_the_eager_ones(compiled: Compiled, kv_lens: tuple[int, ...]) -> None:
-    model, step = compiled.model, compiled.llm.engine.runner.compiled
+    step = compiled.llm.engine.runner.compiled
     assert step is not None
-    tolerance = 1e-12 if model.dtype == torch.float64 else 1e-5
+    same_logits(compiled.model, step, kv_lens, 1e-12 if compiled.model.dtype == torch.float64 else 1e-5)
+
+
+def same_logits(model: Transformer, step: CompiledDecode, kv_lens: Sequence[int], tolerance: float) -> None:
+    """Both compute the same logits from the same keys and values, and write the same ones."""
     blocks = iter(torch.randperm(80, generator=torch.Generator().manual_seed(1)).add(1).tolist())
     rows = [Row([n % 31], n - 1, [next(blocks) for _ in range(-(-n // 4))]) for n in kv_lens]
     batch = ForwardBatch.build(rows, 4, num_padding=2)
@@ -141,6 +164,39 @@ def test_logits_are_the_eager_ones(compiled: Compiled, kv_lens: tuple[int, ...])
     torch.testing.assert_close(logits, expected, rtol=tolerance, atol=tolerance)
     for ours, theirs in zip(step.store.layers, kept, strict=True):  # and the step wrote the same keys and values
         torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.slow
+def test_codes_are_multiplied_on_the_matrix_units_in_bfloat16(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if COMPILER is None:
+        pytest.skip("compile=True needs a C++ compiler: g++ or clang++")
+    monkeypatch.setenv("MINILLM_CACHE", str(tmp_path))
+    model = quantised(torch.bfloat16, num_layers=1)
+    step = LLM(model, num_blocks=80, block_size=4, compile=True).engine.runner.compiled
+    assert step is not None
+    for kv_lens in LENGTHS:
+        same_logits(model, step, kv_lens, 0.06)
+
+
+@pytest.mark.slow
+def test_a_quantised_step_is_counted_with_its_codes_whatever_the_rows(compiled: Compiled) -> None:
+    """The engine keeps a copy for four rows and more, which the compiled step neither reads nor holds."""
+    step, model = compiled.llm.engine.runner.compiled, compiled.model
+    assert step is not None
+    if model.dtype == torch.float64:
+        assert step.weight_bytes == model.weight_bytes()
+        return
+    copies = sum(t.nbytes for name, t in model.named_buffers() if name.endswith("dense_copy"))
+    assert copies and step.weight_bytes == model.weight_bytes() - copies
+    assert compiled.llm.meter.weight_bytes_held == 2 * model.weight_bytes() - copies
+    backend, blocks = TorchAttention(9), [[1], [2], [3], [4], [5]]
+    batch = ForwardBatch.build([Row([1], 3, b) for b in blocks], 4)
+    eager, ours = (m.work(batch, backend, backend.plan(batch, m.dtype), fused=True) for m in (model, step.model))
+    assert ours.flops == eager.flops and ours.launches == eager.launches
+    linears = [m for m in model.modules() if hasattr(m, "method")]
+    read = [sum(t.nbytes for name, t in m.named_buffers() if (name == "dense_copy") == copy or name == "bias") for m in linears
+            for copy in (True, False)]  # fmt: skip
+    assert eager.weight_bytes - ours.weight_bytes == sum(read[0::2]) - sum(read[1::2])
 
 
 # --- what is kept: the compiler is a stand-in ---
@@ -297,7 +353,11 @@ def test_the_fingerprint_is_of_everything_that_the_code_depends_on(monkeypatch: 
         getsource = module.inspect.getsource
         monkeypatch.setattr(module.inspect, "getsource", lambda m, f=getsource, c=changed: f(m) + "#" * (m is c))
         marks.append(mark(tiny()))
+    formats = (GroupLinear(4, 32, False), GroupLinear(4, 64, False), GroupLinear(4, 64, True), GroupLinear(8, -1, True))
+    marks += [mark(quantised(torch.float32, method).traced()) for method in formats]
     assert len(set(marks)) == len(marks)
+    copied = GroupLinear(4, 32, False, dense_from=2)
+    assert mark(quantised(torch.float32, copied).traced()) == mark(quantised(torch.float32, formats[0]).traced())
 
 
 # --- where it does not work ---
@@ -348,6 +408,43 @@ def test_a_model_elsewhere_than_on_the_cpu_is_not_compiled(built: list[Path]) ->
     with pytest.raises(CompileUnavailable, match="is on meta"):
         find_or_build(model, store_of(tiny()), None)
     assert not built
+
+
+class Odd:
+    """A learner's linear method, which knows nothing of compiling."""
+
+    def pack(self, weight: torch.Tensor, bias: torch.Tensor | None) -> dict[str, torch.Tensor | None]:
+        return {"weight": weight, "bias": bias}
+
+    def apply(self, packed: Any, x: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.linear(x, packed["weight"], packed["bias"])
+
+    def unpack(self, packed: Any) -> torch.Tensor:
+        return packed["weight"]
+
+
+@pytest.mark.parametrize(
+    "method, reason",
+    [(GroupLinear(3, 32, False), "is dequantised tile by tile"), (GroupLinear(4, 16, True), "groups that are multiples of 32"),
+     (QuantConfig("rtn", 2, 32), "layers.0.self_attn.qkv_proj is dequantised"), (Odd(), "Odd has no product that torch")],
+)  # fmt: skip
+def test_weights_that_cannot_be_compiled_are_refused_by_name(method: Any, reason: str, built: list[Path]) -> None:
+    model = Transformer.random(dataclasses.replace(CONFIG, hidden_size=64, intermediate_size=64, num_heads=16))
+    with pytest.raises(ValueError, match=f"compile=True cannot compile these weights: .*{reason}.*; leave compile=False"):
+        LLM(model, quantization=method, num_blocks=80, block_size=4, compile=True)
+    assert not built
+
+
+def test_a_traced_model_shares_what_it_can_and_leaves_the_model_as_it_is() -> None:
+    model = quantised(torch.float32)
+    before = {name: t.data_ptr() for name, t in model.named_buffers()}
+    traced = model.traced()
+    assert {name: t.data_ptr() for name, t in model.named_buffers()} == before
+    assert {name: t.data_ptr() for name, t in traced.named_buffers()} == {
+        name: at for name, at in before.items() if not name.endswith("dense_copy")
+    }
+    traced.to("meta")
+    assert all(not t.is_meta for t in model.buffers()) and model.head.dense()[0].isfinite().all()
 
 
 class OwnBackend(TorchAttention):

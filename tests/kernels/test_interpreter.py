@@ -1,5 +1,5 @@
 """Runs the tests in ``interpreted/`` with Triton's interpreter on, in a process of their own: it is chosen when Triton is
-imported, and other tests in this one may have done that. Two files at a time, as there are two cores."""
+imported, and other tests in this one may have done that. Two or three files at a time, as there are two cores."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 from minillm import kernels
 
 HERE = Path(__file__).parent
-FILES = ("test_attention.py", "test_engine.py", "test_fused.py", "test_matmul.py")
+FILES = ("test_attention.py", "test_engine.py", "test_fused.py", "test_matmul.py", "test_four_bit_model.py")
 
 
 @pytest.mark.slow

@@ -12,9 +12,10 @@ from hypothesis import strategies as st
 from safetensors.numpy import load_file
 
 from minillm import LLM, SamplingParams, Transformer
-from minillm.quant.awq_checkpoint import load_awq, pack_words, save_awq, unpack_words
+from minillm.quant.awq_checkpoint import load_awq, save_awq
 from minillm.quant.config import QuantConfig
 from minillm.quant.quantise import quantise_model
+from minillm.quant.words import pack_words, unpack_words
 
 from .conftest import small_config
 

@@ -157,13 +157,6 @@ def test_an_object_of_ones_own_still_plugs_in(small):
     assert len(llm.generate([1, 2], SamplingParams(max_tokens=3, ignore_eos=True))[0].token_ids) == 3
 
 
-def test_a_compiled_step_is_refused_since_it_would_undo_the_quantisation(small):
-    for model in (small, quantise_model(small, QuantConfig(group=16))):
-        quantization = QuantConfig(group=16) if model is small else None
-        with pytest.raises(ValueError, match="compile=True compiles 16- or 32-bit weights, not RTN, 4 bits"):
-            LLM(model, quantization=quantization, compile=True, num_blocks=20)
-
-
 def test_gptq_falls_back_to_rounding_to_nearest_where_it_loses(monkeypatch):
     """With a factor that spreads each error over all later columns at random, its updates do harm."""
     generator = torch.Generator().manual_seed(0)

@@ -13,11 +13,11 @@ from minillm.course.expect import Mismatch, expect_at_most, expect_equal, expect
 from minillm.course.task import NamedCheck, Seam, Task
 from minillm.model.transformer import Transformer
 from minillm.quant.awq import search_scales
-from minillm.quant.awq_checkpoint import unpack_words
 from minillm.quant.calibrate import Seen
 from minillm.quant.grid import Codes, dequantise, pack_bits, quantise, unpack_bits
 from minillm.quant.group_linear import GroupLinear
 from minillm.quant.linear import PlainLinear
+from minillm.quant.words import unpack_words
 
 TINY = ModelConfig(
     vocab_size=61, hidden_size=64, intermediate_size=96, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=16, max_position=64,

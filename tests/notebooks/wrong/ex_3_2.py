@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from minillm.quant.awq_checkpoint import unpack_words
 from minillm.quant.grid import quantise
 from minillm.quant.group_linear import GroupLinear
+from minillm.quant.words import unpack_words
 
 
 class Right:
