@@ -145,9 +145,7 @@ def load_awq(
     folder = Path(folder)
     raw = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     if not is_awq(raw):
-        raise ValueError(
-            f"{folder} holds no AWQ weights of 4 bits: it has {raw.get('quantization_config')!r:.80}"
-        )
+        raise ValueError(f"{folder} holds no AWQ weights of 4 bits: it has {raw.get('quantization_config')!r:.80}")
     quant = raw["quantization_config"]
     if quant.get("version", "gemm") != "gemm":
         raise ValueError(f"{folder} is in the AWQ layout {quant.get('version')!r}; minillm reads 'gemm'")

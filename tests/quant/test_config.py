@@ -21,6 +21,8 @@ from minillm.quant.linear import PlainLinear
         ({"method": "w8a8", "bits": 4}, "bits of 'w8a8' is always 8, got 4"), ({"method": "fp8", "group": 64}, "group of 'fp8' is always -1, got 64"),
         ({"method": "w8a8", "symmetric": False}, "symmetric of 'w8a8' is always True, got False"),
         ({"migration": 1.1}, "migration must be 0 to 1, None or 'search', got 1.1"), ({"migration": True}, "got True"), ({"migration": "most"}, "most"),
+        ({"kernel": "cuda"}, "kernel must be one of 'auto', 'torch', 'triton', got 'cuda'"), ({"kernel": None}, "got None"),
+        ({"kernel": "triton", "bits": 8}, "kernel='triton' multiplies by 4 bits, got bits=8"),
         ({"migration": float("nan")}, "got nan"), ({"calibration": "text"}, "calibration must be a list"), ({"calibration": []}, "calibration must be a list"),
     ],
 )  # fmt: skip

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
-from minillm.quant.grid import SMALLEST_SCALE, pack_bits, quantise, unpack_bits
+from minillm.quant.grid import SMALLEST_SCALE, pack_bits, quantise, round_trip, unpack_bits
 
 BITS = st.sampled_from([2, 3, 4, 8])
 numbers = st.one_of(
@@ -33,6 +33,15 @@ def test_an_error_is_at_most_half_a_step_for_any_group(values, bits, group, symm
     assert torch.isfinite(back).all() and (q.scales >= SMALLEST_SCALE).all()
     assert ((back - weight.double()).abs() <= step * 0.500001).all()
     assert (back[weight == 0] == 0).all(), "0 is on every grid"
+
+
+@settings(max_examples=100)
+@given(groups, BITS, st.sampled_from([4, 8, 24]), st.booleans(), st.sampled_from([torch.float32, torch.float64]))
+def test_a_round_trip_is_quantise_and_dequantise_bit_for_bit(values, bits, size, symmetric, dtype):
+    weight = torch.from_numpy(values).to(dtype)
+    kept = weight.clone()
+    assert torch.equal(round_trip(weight, bits, size, symmetric), quantise(weight, bits, size, symmetric).dequantise(dtype))
+    assert torch.equal(weight, kept)
 
 
 @settings(max_examples=100)

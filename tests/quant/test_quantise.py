@@ -12,7 +12,7 @@ from minillm.engine.batch import ForwardBatch, Row
 from minillm.quant.calibrate import LINEARS, Seen, calibration_rows, layer_by_layer
 from minillm.quant.config import QuantConfig
 from minillm.quant.gptq import gptq
-from minillm.quant.grid import quantise
+from minillm.quant.grid import choose_grid, quantise, to_codes
 from minillm.quant.group_linear import GroupLinear
 from minillm.quant.linear import PlainLinear
 from minillm.quant.quantise import fit, quantise_model
@@ -165,3 +165,22 @@ def test_gptq_falls_back_to_rounding_to_nearest_where_it_loses(monkeypatch):
     monkeypatch.setattr("minillm.quant.gptq._inverse_factor", lambda gram: harmful)
     found, nearest = gptq(weight, Seen.of(x), 3, 16, False), quantise(weight, 3, 16, False)
     assert torch.equal(found.codes, nearest.codes) and torch.equal(found.scales, nearest.scales)
+
+
+@pytest.mark.parametrize("bits, group, symmetric", [(3, 16, False), (2, 24, True), (4, -1, False)])
+def test_gptq_is_column_after_column_with_the_inverse_of_what_is_left(bits, group, symmetric):
+    """The paper's rule as it stands: after a column its error is spread over those to come, and the column leaves the problem."""
+    generator = torch.Generator().manual_seed(7)
+    weight, x = (torch.randn(n, 48, generator=generator, dtype=torch.float64) for n in (20, 200))
+    x = x @ torch.randn(48, 48, generator=generator, dtype=torch.float64)
+    seen, left = Seen.of(x), weight.clone()
+    hessian = seen.gram + 0.01 * seen.gram.diagonal().mean() * torch.eye(48, dtype=torch.float64)
+    size, codes = 48 if group == -1 else group, []
+    for j in range(48):
+        if j % size == 0:
+            scale, zero = choose_grid(left[:, j : j + size], bits, symmetric)
+        codes.append(to_codes(left[:, j : j + 1], scale, zero, bits))
+        error = left[:, j : j + 1] - (codes[-1].double() - zero) * scale
+        inverse = torch.linalg.inv(hessian[j:, j:])
+        left[:, j:] -= error / inverse[0, 0] * inverse[0]
+    assert torch.equal(gptq(weight, seen, bits, group, symmetric).codes, torch.cat(codes, 1))
