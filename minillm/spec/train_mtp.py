@@ -89,27 +89,33 @@ def frequent_tokens(texts: Sequence[Sequence[int]], size: int) -> Tensor:
 
 @dataclasses.dataclass(frozen=True)
 class Examples:
-    """Positions to learn from. states [n, hidden]; tokens [n, depth + 1]: the token that the state gave, and those after it."""
+    """Positions to learn from, places in all states of all texts one after the other.
+
+    states [tokens, hidden]; ids [tokens]; at [n]: places with ``depth`` more states behind them in their text.
+    """
 
     states: Tensor
-    tokens: Tensor
+    ids: Tensor
+    at: Tensor
+    depth: int
 
     @classmethod
     def of(cls, model: Transformer, texts: Sequence[tuple[list[int], int]], depth: int) -> "Examples":
-        states, tokens = [], []
+        states, at, start = [], [], 0
         for ids, prompt_len in texts:
-            last = len(ids) - depth - 1  # the last position with depth + 1 tokens after it
-            if last > prompt_len:
-                found, all_ids = states_of(model, ids), torch.tensor(ids)
-                at = torch.arange(prompt_len - 1, last)
-                states.append(found[at])
-                tokens.append(torch.stack([all_ids[at + 1 + k] for k in range(depth + 1)], dim=1))
-        return cls(torch.cat(states), torch.cat(tokens))
+            states.append(states_of(model, ids))
+            first, end = start + prompt_len - 1, start + len(ids) - depth - 1
+            at.append(torch.arange(first, max(first, end)))
+            start += len(ids)
+        return cls(torch.cat(states), torch.tensor([t for ids, _ in texts for t in ids]), torch.cat(at), depth)
 
-    def batches(self, size: int, generator: torch.Generator) -> Iterator[tuple[Tensor, Tensor]]:
-        order = torch.randperm(len(self.states), generator=generator)
-        for part in order.split(size):
-            yield self.states[part], self.tokens[part]
+    def batches(self, size: int, generator: torch.Generator | None = None) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        """state [b, hidden]; tokens [b, depth + 1]: the one that the state gave and those after it; later [b, depth, hidden]:
+        the states that gave the guessed ones. In the order of a generator, or as they stand."""
+        order = torch.randperm(len(self.at), generator=generator) if generator else torch.arange(len(self.at))
+        for part in self.at[order].split(size):
+            behind = part[:, None] + torch.arange(1, self.depth + 2)
+            yield self.states[part], self.ids[behind], self.states[behind[:, :-1]]
 
 
 def rollout(head: MTPHead, embedding: Tensor, state: Tensor, tokens: Tensor, output: Tensor) -> list[Tensor]:
@@ -121,22 +127,21 @@ def rollout(head: MTPHead, embedding: Tensor, state: Tensor, tokens: Tensor, out
     return logits
 
 
-def train(
-    head: MTPHead, model: Transformer, examples: Examples, epochs: int, batch: int, rate: float, seed: int
-) -> MTPHead:
-    """AdamW with a cosine schedule; cross-entropy of the true tokens, later depths count less."""
+def train(head: MTPHead, model: Transformer, examples: Examples, epochs: int, batch: int, rate: float, seed: int) -> MTPHead:
+    """AdamW with a cosine schedule; cross-entropy to what the target thought likely at each guessed place (Hinton et al. 2015,
+    arXiv 1503.02531: it says more than the one token that came), later depths count less."""
     embedding, output = model.embedding.float(), model.head.dense()[0].float()[head.get_buffer("vocab")]
-    places = torch.full((model.config.vocab_size,), -100)
-    places[head.get_buffer("vocab")] = torch.arange(len(output))  # a token that cannot be guessed teaches nothing
-    optimizer = torch.optim.AdamW(head.parameters(), lr=rate, weight_decay=0.01)
+    optimizer = torch.optim.AdamW(head.parameters(), lr=rate, weight_decay=0.05)
     generator = torch.Generator().manual_seed(seed)
-    steps = epochs * math.ceil(len(examples.states) / batch)
+    steps = epochs * math.ceil(len(examples.at) / batch)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=rate, total_steps=steps, pct_start=0.1)
     for epoch in range(epochs):
         losses = []
-        for state, tokens in examples.batches(batch, generator):
+        for state, tokens, later in examples.batches(batch, generator):
             logits = rollout(head, embedding, state, tokens, output)
-            terms = [0.8**k * F.cross_entropy(guess, places[tokens[:, k + 1]]) for k, guess in enumerate(logits)]
+            with torch.no_grad():
+                likely = F.linear(later, output).softmax(-1)  # [b, depth, vocab]
+            terms = [0.8**k * F.cross_entropy(guess, likely[:, k]) for k, guess in enumerate(logits)]
             loss = torch.stack(terms).sum()
             optimizer.zero_grad()
             loss.backward()
@@ -151,12 +156,13 @@ def train(
 def acceptance(head: MTPHead, model: Transformer, examples: Examples) -> list[float]:
     """Share of positions where the first 1, 2, … guesses are all what the model went on to say."""
     embedding, output = model.embedding.float(), model.head.dense()[0].float()[head.get_buffer("vocab")]
-    right = torch.ones(len(examples.states), dtype=torch.bool)
-    shares = []
-    for k, logits in enumerate(rollout(head, embedding, examples.states, examples.tokens, output)):
-        right &= head.get_buffer("vocab")[logits.argmax(-1)] == examples.tokens[:, k + 1]
-        shares.append(right.float().mean().item())
-    return shares
+    right = torch.zeros(examples.depth)
+    for state, tokens, _ in examples.batches(256):
+        so_far = torch.ones(len(state), dtype=torch.bool)
+        for k, logits in enumerate(rollout(head, embedding, state, tokens, output)):
+            so_far &= head.get_buffer("vocab")[logits.argmax(-1)] == tokens[:, k + 1]
+            right[k] += so_far.sum()
+    return (right / len(examples.at)).tolist()
 
 
 def main() -> None:
@@ -183,7 +189,7 @@ def main() -> None:
             args.texts.write_text(json.dumps(texts))
     learned, held_out = texts[:-HELD_OUT], texts[-HELD_OUT:]
     examples, unseen = (Examples.of(llm.model, part, args.depth) for part in (learned, held_out))
-    print(f"{len(examples.states)} positions of {len(learned)} answers; {len(unseen.states)} held out", flush=True)
+    print(f"{len(examples.at)} positions of {len(learned)} answers; {len(unseen.at)} held out", flush=True)
     vocab = frequent_tokens([ids for ids, _ in learned], args.vocab)
     head = train(
         MTPHead(llm.model.config.hidden_size, args.intermediate, vocab), llm.model, examples, args.epochs, args.batch, args.rate,
