@@ -29,8 +29,8 @@ class QuantConfig:
     dense_from: rows of a step from which a second copy, dequantised to the model's dtype, is multiplied by instead; it is held
     in memory beside the packed one. None keeps no such copy; "auto" keeps one where packed kernels were measured to lose: in
     bfloat16 on a CPU.
-    migration: of "w8a8": how much of the activations' outliers the weights take over: 0 to 1, None for nothing, or "search" for
-    what loses least on the calibration text, layer by layer.
+    migration: of "w8a8": how much of the activations' outliers the weights take over: 0 to 1, None for nothing (and no
+    calibration), or "search" for what loses least on the calibration text, layer by layer.
     kernel: what multiplies by 4-bit layers: "triton", the kernel of ``minillm.kernels.matmul``; "torch"; or "auto", Triton's on a
     GPU and torch's on a CPU.
     """

@@ -121,7 +121,7 @@ def fit(model: Transformer, config: QuantConfig, tokenizer: TokenizerLike | None
     for full, linear in linears.items():  # before anything is run
         group_size(linear.in_features, config.group, full)
     fitted = Fitted({})
-    if config.method == "rtn":
+    if config.method == "rtn" or (config.method == "w8a8" and config.migration is None):
         for full, linear in linears.items():
             fitted.codes[full] = quantise(linear.weight, config.bits, config.group, config.symmetric, full)
     elif config.method != "fp8":

@@ -21,7 +21,7 @@ from minillm.quant.fold import fold_scales, multiply_inputs, shared_by_heads
 from minillm.quant.grid import Codes, quantise
 from minillm.quant.w8a8 import quantise_rows
 
-STRENGTHS = tuple(i / 10 for i in range(11))
+STRENGTHS = (0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
 SMALLEST = 1e-5
 """Channels that never fire, and columns of zeros, count as this large."""
 
