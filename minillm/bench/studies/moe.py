@@ -1,0 +1,113 @@
+"""A mixture of 64 experts, 8 a token, against a loop over tokens and against a dense layer of equal active size."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import Callable, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from minillm.bench.study import Bar
+from minillm.model.layers import MLP
+from minillm.model.moe import MoE, Router
+from minillm.model.moe_config import MoEConfig
+from minillm.perf.hardware import fast_dtype
+from minillm.quant.linear import Linear, default_method
+
+TITLE = "One layer of 64 experts, 8 a token: grouped, token by token, and dense of equal active size (ms by tokens in the report)"
+ROUNDS = 5
+HIDDEN = 1024
+MOE = MoEConfig(64, 8, 512)
+TOKENS = (1, 8, 32, 128, 512)
+LOOPED = 32
+"""The loop over tokens is measured up to here: beyond, it only takes longer."""
+
+
+def ratio(way: str, other: str, tokens: int) -> Callable[[Mapping[str, float]], float]:
+    return lambda r: r[f"{way}_{tokens}"] / r[f"{other}_{tokens}"]
+
+
+BARS = (
+    Bar("loop over tokens / grouped, 32 tokens", ratio("loop", "grouped", 32), at_least=5.0),
+    Bar("grouped / dense of equal active size, 512 tokens", ratio("grouped", "dense", 512), at_most=1.5),
+    *(Bar(f"loop over tokens / grouped, {n} tokens", ratio("loop", "grouped", n)) for n in (1, 8)),
+    *(Bar(f"grouped / dense of equal active size, {n} tokens", ratio("grouped", "dense", n)) for n in (1, 8, 32, 128)),
+    Bar("distinct experts, 32 tokens", lambda r: r["touched_32"]),
+)
+
+
+@dataclass(frozen=True)
+class Layers:
+    """A mixture, its experts one by one, and a dense layer that does as much arithmetic per token."""
+
+    moe: MoE
+    experts: list[MLP]
+    dense: MLP
+
+    @classmethod
+    def random(cls, moe: MoEConfig, hidden: int, dtype: torch.dtype, seed: int = 0) -> "Layers":
+        generator = torch.Generator().manual_seed(seed)
+        method = default_method(dtype, "cpu")
+
+        def linear(out: int, inner: int) -> Linear:
+            return Linear((torch.randn(out, inner, generator=generator) / inner**0.5).to(dtype), None, method)
+
+        def mlp(width: int) -> tuple[Linear, Linear]:
+            return linear(2 * width, hidden), linear(hidden, width)
+
+        pairs = [mlp(moe.expert_size) for _ in range(moe.num_experts)]
+        router = Router(moe, torch.randn(moe.num_experts, hidden, generator=generator).to(dtype) / hidden**0.5, None)
+        layer = MoE(moe, router, [g for g, _ in pairs], [d for _, d in pairs], None)
+        return cls(layer, [MLP(*pair) for pair in pairs], MLP(*mlp(moe.top_k * moe.expert_size)))
+
+    def inputs(self, tokens: int, seed: int = 1) -> Tensor:
+        """[tokens, hidden]"""
+        made = torch.randn(tokens, self.dense.gate_up.in_features, generator=torch.Generator().manual_seed(seed))
+        return made.to(self.dense.gate_up.dtype)
+
+    def touched(self, tokens: int) -> int:
+        """Distinct experts that these inputs go to."""
+        return len(self.moe.router(self.inputs(tokens))[0].unique())
+
+    def ways(self) -> dict[str, Callable[[Tensor], Tensor]]:
+        return {"grouped": self.moe, "loop": lambda x: by_token(self.moe, self.experts, x), "dense": self.dense}
+
+
+def by_token(layer: MoE, experts: Sequence[MLP], x: Tensor) -> Tensor:
+    """The same output one token after the other: every expert's weights are read for every token that goes to it."""
+    rows = []
+    for row in x.split(1):
+        chosen, weights = layer.router(row)
+        out = torch.zeros_like(row)
+        for e, weight in zip(chosen[0].tolist(), weights[0].to(x.dtype), strict=True):
+            out += weight * experts[e](row)
+        rows.append(out)
+    return torch.cat(rows)
+
+
+def prepare() -> Layers:
+    return Layers.random(MOE, HIDDEN, fast_dtype("cpu"))
+
+
+@torch.inference_mode()
+def measure(state: Layers, turn: int, repeats: int = 5) -> dict[str, float]:
+    found: dict[str, float] = {}
+    ways = list(state.ways().items())
+    for tokens in TOKENS:
+        x = state.inputs(tokens)
+        found[f"touched_{tokens}"] = state.touched(tokens)
+        for i in range(len(ways)):
+            name, run = ways[(i + turn) % len(ways)]
+            if name == "loop" and tokens > LOOPED:
+                continue
+            run(x)
+            found[f"{name}_{tokens}"] = min(_seconds(run, x) for _ in range(repeats))
+    return found
+
+
+def _seconds(run: Callable[[Tensor], Tensor], x: Tensor) -> float:
+    before = time.perf_counter()
+    run(x)
+    return time.perf_counter() - before
