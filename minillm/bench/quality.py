@@ -9,19 +9,21 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, Mapping, Sequence
+from typing import Any, Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from minillm.attention.torch_backend import TorchAttention
 from minillm.bench.quality_text import CHOICES, TEXTS
-from minillm.cache.kv_store import PlainKVStore
+from minillm.cache.kv_store import KVStore, PlainKVStore
 from minillm.cache.quantised_kv import QuantisedKVStore
 from minillm.engine.admission import TokenizerLike
 from minillm.engine.batch import ForwardBatch, Row
 from minillm.model.transformer import Transformer
 
+KVKind = str | Callable[..., KVStore]
+"""A kv_dtype, or what makes a store of one's own: called as EngineConfig's kv_store is."""
 ABOVE_CHANCE = 1.5
 """A task is informative where 16 bits answer at least so many times as often as guessing would."""
 
@@ -70,8 +72,8 @@ OWN_QUESTIONS: dict[str, list[Question]] = {
 class Evaluation:
     """Texts and questions, tokenised once, with the reference model's answers.
 
-    One pass per task and model. texts: {task: text}. choices: {task: questions}. kv_dtype of ``text_scores`` and
-    ``choice_scores``: that of the store which the pass goes through.
+    One pass per task and model. texts: {task: text}. choices: {task: questions}. kv of ``text_scores`` and ``choice_scores``:
+    the store which the pass goes through.
     """
 
     def __init__(
@@ -88,23 +90,23 @@ class Evaluation:
         self.reference = {task: logprobs(reference, [row])[0] for task, row in self.rows.items()}
         self.reference_choices = self.choice_scores(reference)
 
-    def text_scores(self, model: Transformer, kv_dtype: str = "auto") -> dict[str, TextScore]:
+    def text_scores(self, model: Transformer, kv: KVKind = "auto") -> dict[str, TextScore]:
         """Per task, against the reference."""
         scores = {}
         for task, row in self.rows.items():
-            ours, theirs = logprobs(model, [row], kv_dtype)[0][:-1], self.reference[task][:-1]
+            ours, theirs = logprobs(model, [row], kv)[0][:-1], self.reference[task][:-1]
             kl = (theirs.exp() * (theirs - ours)).sum(-1).mean()
             agreement = (ours.argmax(-1) == theirs.argmax(-1)).float().mean()
             loss = -ours.gather(1, torch.tensor(row[1:])[:, None]).mean()
             scores[task] = TextScore(len(ours), max(0.0, float(kl)), float(agreement), float(loss))
         return scores
 
-    def choice_scores(self, model: Transformer, kv_dtype: str = "auto") -> dict[str, ChoiceScore]:
+    def choice_scores(self, model: Transformer, kv: KVKind = "auto") -> dict[str, ChoiceScore]:
         """Per task: an answer's score is the mean log-probability of its tokens after the prompt."""
         scores = {}
         for task, asked in self.questions.items():
             rows = [prompt + answer for prompt, answers in asked for answer in answers]
-            found = iter(logprobs(model, rows, kv_dtype))
+            found = iter(logprobs(model, rows, kv))
             right = 0
             for prompt, answers in asked:
                 values = [_mean_logprob(next(found), len(prompt), answer) for answer in answers]
@@ -114,20 +116,24 @@ class Evaluation:
 
 
 @torch.inference_mode()
-def logprobs(model: Transformer, rows: Sequence[Sequence[int]], kv_dtype: str = "auto") -> list[Tensor]:
+def logprobs(model: Transformer, rows: Sequence[Sequence[int]], kv: KVKind = "auto") -> list[Tensor]:
     """Log-probabilities float32 [length, vocab] of each row's next tokens, in one pass of the model over all rows."""
     size = max(map(len, rows))
     batch = ForwardBatch.build([Row(ids, 0, [i + 1]) for i, ids in enumerate(rows)], size, device=model.device)
     batch = ForwardBatch(**{**vars(batch), "logit_indices": torch.arange(batch.num_tokens, device=model.device)})
-    slots = (len(rows) + 1) * size
-    store: Any = (
-        PlainKVStore.allocate(model.config, slots, model.dtype, model.device, shared=True)
-        if kv_dtype == "auto"
-        else QuantisedKVStore.allocate(kv_dtype, model.config, slots, model.dtype, model.device, shared=True)
-    )
+    store = make_kv(kv, model, (len(rows) + 1) * size, shared=True)
     backend = TorchAttention(model.config.sliding_window)
     logits = model(batch, store, backend, backend.plan(batch, model.dtype))
     return [part.float().log_softmax(-1).cpu() for part in logits.split([len(row) for row in rows])]
+
+
+def make_kv(kv: KVKind, model: Transformer, num_slots: int, shared: bool = False) -> KVStore:
+    """A store for a model. shared: one layer's room for all, where nothing is read after its layer's turn; one of somebody's own
+    has every layer's."""
+    parts = model.config, num_slots, model.dtype, model.device
+    if not isinstance(kv, str):
+        return kv(*parts)
+    return PlainKVStore.allocate(*parts, shared) if kv == "auto" else QuantisedKVStore.allocate(kv, *parts, shared)
 
 
 def _tail(tokenizer: TokenizerLike, prompt: str, answer: str) -> list[int]:

@@ -10,6 +10,8 @@ from minillm.bench.studies import int4, kv_quant
 from minillm.quant.config import QuantConfig
 from minillm.quant.quantise import quantise_model
 
+from .letters import Letters
+
 
 @pytest.fixture(scope="module")
 def model() -> Transformer:
@@ -38,8 +40,13 @@ def test_a_round_measures_every_bar(model, monkeypatch):
         assert values["bytes held, int4 with its copy / 16-bit"] > 1 > values["bytes held, int4 without / 16-bit"]
 
 
-def test_kv_bytes_are_a_little_more_than_half(model, monkeypatch):
+def test_a_round_of_the_kv_study_measures_every_bar(model, monkeypatch):
     monkeypatch.setattr(kv_quant, "CONTEXTS", (16, 32))
-    found = kv_quant.measure(kv_quant.state_of(model), 1)
-    assert found["int8_bytes"] == found["fp8_bytes"] == found["auto_bytes"] * (16 + 2) / 32
-    assert all(found[f"{k}_{n}"] > 0 for k in kv_quant.KINDS for n in (16, 32))
+    state = kv_quant.state_of(model, Letters(), (16, 32))
+    results = kv_quant.measure(state, 1)
+    assert results["int8_bytes"] == results["fp8_bytes"] == results["auto_bytes"] * (16 + 2) / 32
+    assert all(results[f"{k}_step_{n}"] > 0 for k in kv_quant.KINDS for n in (16, 32))
+    assert results["auto_kl"] == 0 and results["auto_same"] == 1 and results["int8_kl"] < 0.1
+    for bar in kv_quant.BARS:
+        if not bar.name.startswith("step"):
+            bar.value(results)

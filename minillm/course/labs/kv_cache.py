@@ -14,7 +14,9 @@ from matplotlib.ticker import LogLocator, NullLocator
 from torch import Tensor
 
 from minillm.attention.torch_backend import TorchAttention, precision_name
+from minillm.bench.quality import make_kv
 from minillm.cache.kv_store import PlainKVStore
+from minillm.cache.quantised_kv import QuantisedKVStore
 from minillm.config import ModelConfig
 from minillm.course.panel import Panel
 from minillm.course.plots import Point, Roof, lines, roofline
@@ -118,15 +120,16 @@ class DecodeBench:
     The cache is filled with noise: the time of a step does not depend on what the keys and values are, its text would.
     """
 
-    def __init__(self, model: Transformer, most: int = POSITIONS[-1], batch: int = BATCHES[-1], block_size: int = 16) -> None:
-        config = model.config
+    def __init__(
+        self, model: Transformer, most: int = POSITIONS[-1], batch: int = BATCHES[-1], block_size: int = 16, kv_dtype: str = "auto"
+    ) -> None:
         self.model, self.most, self.batch, self.block_size = model, most, batch, block_size
         self.blocks = -(-most // block_size)
-        self.store = PlainKVStore.allocate(config, (1 + batch * self.blocks) * block_size, model.dtype, model.device)
-        generator = torch.Generator().manual_seed(0)
-        noise = torch.randn(self.store.layers[0].shape, generator=generator).to(model.dtype)
-        for kv in self.store.layers:
-            kv.copy_(noise)
+        self.store = make_kv(kv_dtype, model, (1 + batch * self.blocks) * block_size)
+        shape = (self.store.num_slots, model.config.num_kv_heads, model.config.head_dim)
+        k, v = torch.randn(2, *shape, generator=torch.Generator().manual_seed(0)).to(model.dtype)
+        for layer in range(model.config.num_layers):
+            self.store.write(layer, torch.arange(self.store.num_slots), k, v)
 
     @property
     def precision(self) -> str:
@@ -146,7 +149,8 @@ class DecodeBench:
     def work(self, position: int, batch: int, cached: bool) -> Work:
         made = self.build(position, batch, cached)
         backend = TorchAttention(self.model.config.sliding_window)
-        return self.model.work(made, backend, backend.plan(made, self.model.dtype))
+        work = self.model.work(made, backend, backend.plan(made, self.model.dtype))
+        return self.store.recount(work) if isinstance(self.store, QuantisedKVStore) else work
 
     def measure(
         self, position: int, batch: int, cached: bool, tick: Callable[[], None] = lambda: None, repeats: int = 5
