@@ -1,4 +1,4 @@
-"""Needles in a haystack: passwords hidden in a long text, each asked for at its end. What is asked is a fact from far back, so that
+"""Needles in a haystack: words hidden in a long text, each asked for at its end. What is asked is a fact from far back, so that
 the answer goes through keys and values that were stored long ago."""
 
 from __future__ import annotations
@@ -17,7 +17,16 @@ from minillm.engine.admission import TokenizerLike
 from minillm.engine.batch import ForwardBatch, Row
 from minillm.model.transformer import Transformer
 
-NAMES = ("Anna", "Bruno", "Clara", "David", "Elena", "Frank", "Greta", "Henry")
+FACTS = (
+    "The password of the old library is",
+    "On the blue door somebody wrote",
+    "The captain gave his boat the name",
+    "At the market the magician whispered",
+    "The parrot of the innkeeper only ever says",
+    "The last line of the poem ends in",
+    "The signal for the attack was",
+    "My grandmother called her white horse",
+)
 WORDS = (" apple", " silver", " window", " river", " candle", " tiger", " orange", " piano")
 HAY = (
     "The road to the mill was wet after the rain, and the cart moved slowly.",
@@ -61,24 +70,20 @@ class Haystack:
 
 
 def haystack(tokenizer: TokenizerLike, length: int, seed: int = 0) -> Haystack:
-    """About ``length`` tokens of text with a password in each eighth of it; names and words in a seeded order."""
+    """About ``length`` tokens of text with a fact in each eighth of it that ends in an arbitrary word; both in a seeded order."""
     order = random.Random(seed)
-    names, words = order.sample(NAMES, len(NAMES)), order.sample(WORDS, len(WORDS))
+    facts, words = order.sample(FACTS, len(FACTS)), order.sample(WORDS, len(WORDS))
     hay = _hay(order)
     tokens: list[int] = []
-    for i, (name, word) in enumerate(zip(names, words, strict=True)):
-        middle, end = (length * (2 * i + 1) // (2 * len(names)), length * (i + 1) // len(names))
+    for i, (fact, word) in enumerate(zip(facts, words, strict=True)):
+        middle, end = (length * (2 * i + 1) // (2 * len(facts)), length * (i + 1) // len(facts))
         while len(tokens) < middle:
             tokens += tokenizer.encode(f" {next(hay)}")
-        tokens += tokenizer.encode(f" {_fact(name)}{word}.")
+        tokens += tokenizer.encode(f" {fact}{word}.")
         while len(tokens) < end:
             tokens += tokenizer.encode(f" {next(hay)}")
-    questions = [list(tokenizer.encode(f" {_fact(name)}")) for name in names]
+    questions = [list(tokenizer.encode(f" {fact}")) for fact in facts]
     return Haystack(tokens, questions, [tokenizer.encode(word)[0] for word in words])
-
-
-def _fact(name: str) -> str:
-    return f"Remember this: the password of {name} is"
 
 
 def _hay(order: random.Random) -> Iterator[str]:

@@ -66,8 +66,8 @@ class QuantisedKVStore:
         rows = F.embedding(slots, self.values[layer].view(torch.uint8).flatten(1))
         reach = F.embedding(slots, self.reaches[layer].flatten(1)).unflatten(-1, self._kv_shape[:-1])
         exact = torch.promote_types(self.dtype, torch.float32)
-        unit = rows.view(STORED[self.kind]).unflatten(-1, self._kv_shape).to(exact) / self.largest
-        kv = (unit * reach.unsqueeze(-1)).to(self.dtype)
+        kv = rows.view(STORED[self.kind]).unflatten(-1, self._kv_shape).to(exact)
+        kv = kv.div_(self.largest).mul_(reach.unsqueeze(-1)).to(self.dtype)  # in place: this much memory is slow to come by
         return kv[:, :, 0], kv[:, :, 1]
 
     def recount(self, work: Work) -> Work:

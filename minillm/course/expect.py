@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import copy
 import numbers
+import types
 from typing import Any, Callable, Iterator, Mapping, Sequence
 
 import numpy as np
@@ -185,3 +187,36 @@ def expect_at_most(got: int | float, budget: int | float, what: str) -> None:
     """A counted cost must stay within its budget: bytes, passes, blocks."""
     if got > budget:
         _fail("", f"{what}: {got:,} used, the budget is {budget:,}")
+
+
+def bytes_held(owner: Any) -> int:
+    """Bytes of all tensors and arrays in an object: in its attributes and slots, in lists and dicts, in objects further in."""
+    memory: dict[int, int] = {}
+    seen: dict[int, Any] = {}  # keeps what it saw, so that no id is used twice
+    stack = [owner]
+    while stack:
+        x = stack.pop()
+        if id(x) in seen:
+            continue
+        seen[id(x)] = x
+        if isinstance(x, torch.Tensor):
+            memory[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
+        elif isinstance(x, np.ndarray):
+            memory.setdefault(x.__array_interface__["data"][0], x.nbytes)
+        elif isinstance(x, dict):
+            stack.extend(x.values())
+        elif isinstance(x, (list, tuple, set, frozenset, collections.deque)):
+            stack.extend(x)
+        elif not isinstance(x, (type, types.ModuleType, types.FunctionType, types.MethodType)):
+            stack.extend(getattr(x, "__dict__", {}).values())
+            stack.extend(_kept_in_slots(x))
+    return sum(memory.values())
+
+
+def _kept_in_slots(owner: Any) -> Iterator[Any]:
+    """What an object keeps in ``__slots__``."""
+    for base in type(owner).__mro__:
+        for member in vars(base).values() if "__slots__" in vars(base) else ():
+            if isinstance(member, types.MemberDescriptorType):
+                with contextlib.suppress(AttributeError):  # not set
+                    yield member.__get__(owner)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from minillm import ModelConfig, Transformer
-from minillm.bench.needles import NAMES, ask, divergence, haystack
+from minillm.bench.needles import FACTS, ask, divergence, haystack
 from minillm.bench.quality import logprobs
 
 from .letters import Letters
@@ -25,7 +25,7 @@ def model() -> Transformer:
 def test_every_fact_stands_in_the_text_once_and_spreads_over_it(length):
     hay = haystack(Letters(251), length, seed=3)
     text = tuple(hay.tokens)
-    assert length - 1 < len(text) < length + 60 and len(hay.questions) == len(NAMES) == len(set(map(tuple, hay.questions)))
+    assert length - 1 < len(text) < length + 60 and len(hay.questions) == len(FACTS) == len(set(map(tuple, hay.questions)))
     places = []
     for question, answer in zip(hay.questions, hay.answers, strict=True):
         fact = (*question, answer)

@@ -121,8 +121,9 @@ class DecodeBench:
     """
 
     def __init__(
-        self, model: Transformer, most: int = POSITIONS[-1], batch: int = BATCHES[-1], block_size: int = 16, kv_dtype: str = "auto"
-    ) -> None:
+        self, model: Transformer, most: int = POSITIONS[-1], batch: int = BATCHES[-1], block_size: int = 16,
+        kv_dtype: str = "auto",
+    ) -> None:  # fmt: skip
         self.model, self.most, self.batch, self.block_size = model, most, batch, block_size
         self.blocks = -(-most // block_size)
         self.store = make_kv(kv_dtype, model, (1 + batch * self.blocks) * block_size)

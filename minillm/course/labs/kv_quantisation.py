@@ -9,6 +9,7 @@ import torch
 from matplotlib.figure import Figure
 from torch import Tensor
 
+from minillm.attention.torch_backend import TorchAttention
 from minillm.bench.needles import Haystack, ask, divergence
 from minillm.bench.quality import KVKind, make_kv
 from minillm.cache.kv_store import PlainKVStore
@@ -19,15 +20,13 @@ from minillm.course.panel import Panel
 from minillm.course.plots import lines
 from minillm.course.predictions import short
 from minillm.course.style import COLOURS, DPI, INK, SMALL, SOFT, Drawing, figure, styled, titled
-from minillm.engine.admission import TokenizerLike
 from minillm.engine.batch import ForwardBatch, Row
-from minillm.attention.torch_backend import TorchAttention
 from minillm.model.transformer import Transformer
 from minillm.perf.hardware import Hardware
 from minillm.perf.roofline import predict
 from minillm.perf.units import format_bytes, format_time
 
-CONTEXTS = (64, 256, 1024, 2048)
+CONTEXTS = (64, 256, 1024)
 BATCH = 4
 KINDS = {"16 bits": "auto", "int8": "int8", "fp8": "fp8"}
 Rounding = Callable[[Tensor], Tensor]
@@ -36,23 +35,29 @@ Rounding = Callable[[Tensor], Tensor]
 # When KV outweighs the weights ------------------------------------------------------------------------------------------------
 
 
-def step_bytes(config: ModelConfig, weight_bytes: float, tokens: int, kv_dtype: str = "auto") -> tuple[float, float]:
-    """Weights and KV that a decode step reads when its rows have ``tokens`` tokens together; the model is in 16 bits."""
-    return weight_bytes, tokens * config.kv_bytes_per_token(bytes_per_element(kv_dtype, torch.bfloat16, config.head_dim))
+def kv_bytes(config: ModelConfig, tokens: int, kv_dtype: str = "auto") -> float:
+    """Bytes of KV that a decode step of a model in 16 bits reads when its rows have ``tokens`` tokens together."""
+    return tokens * config.kv_bytes_per_token(bytes_per_element(kv_dtype, torch.bfloat16, config.head_dim))
 
 
-def balance(config: ModelConfig, weight_bytes: float, kv_dtype: str = "auto") -> float:
-    """Tokens in flight, context times batch, at which a step reads as many bytes of KV as of weights."""
-    return weight_bytes / step_bytes(config, 0, 1, kv_dtype)[1]
+def balance(config: ModelConfig, bits: float = 16, kv_dtype: str = "auto") -> float:
+    """Tokens in flight, context times batch, at which a step reads as many bytes of KV as of weights in that many bits."""
+    return config.matmul_params * bits / 8 / kv_bytes(config, 1, kv_dtype)
 
 
-def balance_figure(config: ModelConfig, weight_bytes: float) -> Figure:
+def step_gain(config: ModelConfig, tokens: int, bits: float = 16, kv_dtype: str = "auto") -> float:
+    """Bytes of weights and KV of a step in 16 bits over those with weights of other bits and KV of another kind."""
+    weights = 2 * config.matmul_params
+    return (weights + kv_bytes(config, tokens)) / (weights * bits / 16 + kv_bytes(config, tokens, kv_dtype))
+
+
+def balance_figure(config: ModelConfig) -> Figure:
     """Bytes of weights and of KV in a decode step, against the tokens of all its rows."""
     tokens = [2**n for n in range(6, 19)]
-    series: dict[str, list[tuple[float, float]]] = {"weights": [(n, weight_bytes / 1e6) for n in tokens]}
+    series: dict[str, list[tuple[float, float]]] = {"weights in 16 bits": [(n, config.matmul_params * 2 / 1e6) for n in tokens]}
     for name, kind in (("KV in 16 bits", "auto"), ("KV in int8", "int8")):
-        series[name] = [(n, step_bytes(config, 0, n, kind)[1] / 1e6) for n in tokens]
-    marks = {"equal, 16 bits": balance(config, weight_bytes), "equal, int8": balance(config, weight_bytes, "int8")}
+        series[name] = [(n, kv_bytes(config, n, kind) / 1e6) for n in tokens]
+    marks = {"equal, 16 bits": balance(config), "equal, int8": balance(config, kv_dtype="int8")}
     return lines(series, "tokens in flight: context times batch", "MB read by a decode step", logx=True, logy=True, marks=marks)
 
 
@@ -172,11 +177,6 @@ def needle_table(model: Transformer, hays: Sequence[Haystack], kinds: Mapping[st
     return "\n".join(rows)
 
 
-def texts_of(tokenizer: TokenizerLike, hay: Haystack, i: int) -> tuple[str, str]:
-    """A question and its answer as text."""
-    return tokenizer.decode(hay.questions[i]), tokenizer.decode([hay.answers[i]])
-
-
 # The measurement --------------------------------------------------------------------------------------------------------------
 
 
@@ -207,6 +207,21 @@ def compared(found: Seconds, name: str, base: str = "16 bits") -> str:
     return f"{name} against {base} by context: " + "; ".join(said)
 
 
+def accounts(found: Seconds, context: int, hardware: Hardware, base: str = "16 bits") -> str:
+    """What each kind's step reads, moves and takes, and whether fewer bytes made it faster."""
+    lines_, times = [], {name: steps[context].timing for name, steps in found.items()}
+    for name, timing in times.items():
+        work = found[name][context].work
+        share = predict(work, hardware).seconds / timing.median
+        said = f"reads {work.kv_read_bytes / 1e6:4.0f} MB of KV, moves {work.activation_bytes / 1e6:4.0f} MB of intermediates"
+        lines_.append(f"{name:8} {said}; measured {timing}, {share:.0%} of it is the floor")
+    for name in [n for n in times if n != base]:
+        gain = times[base].median / times[name].median
+        verdict = "is faster here" if gain > 1.05 else "is no faster here: converting codes costs what their bytes save, or more"
+        lines_.append(f"verdict: {name} {verdict}")
+    return "\n".join(lines_)
+
+
 def time_figure(found: Seconds, here: int | None = None) -> Figure:
     """Milliseconds of a step against context, one line per kind, with the spread of the runs."""
     series = {
@@ -222,7 +237,7 @@ def time_figure(found: Seconds, here: int | None = None) -> Figure:
 
 
 def context_panel(made: Mapping[str, DecodeBench], hardware: Hardware, seen: Seconds | None = None) -> Panel:
-    """Context, rows and kind of KV; each place is measured anew against 16 bits. The picture keeps the points of the rows shown."""
+    """Context, rows and kind of KV; each place is measured anew against 16 bits. The picture keeps the points of these rows."""
     first = next(iter(made))
     kept: dict[int, Seconds] = {BATCH: {name: dict((seen or {}).get(name, {})) for name in made}}
 
@@ -249,8 +264,9 @@ def context_panel(made: Mapping[str, DecodeBench], hardware: Hardware, seen: Sec
 
 
 def explain(
-    made: Mapping[str, DecodeBench], hardware: Hardware, found: dict[str, Step] | None, base: str, context: int, rows: int, kind: str
-) -> str:
+    made: Mapping[str, DecodeBench], hardware: Hardware, found: dict[str, Step] | None, base: str,
+    context: int, rows: int, kind: str,
+) -> str:  # fmt: skip
     work = made[kind].work(context, rows, True)
     floor, share = predict(work, hardware), work.kv_read_bytes / (work.kv_read_bytes + work.weight_bytes)
     said = f"context {context:,}, {rows} row{'s' if rows > 1 else ''}, {kind}: reads {format_bytes(work.kv_read_bytes)} of KV, "

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import collections
-import contextlib
 import itertools
-import types
-from typing import Any, Callable, Iterator, Sequence
+from typing import Any, Callable, Sequence
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -17,7 +13,7 @@ from minillm import LLM, SamplingParams
 from minillm.attention.torch_backend import TorchAttention, attend
 from minillm.cache.kv_store import PlainKVStore
 from minillm.config import ModelConfig
-from minillm.course.expect import Mismatch, expect_at_most, expect_equal, expect_shape, unchanged
+from minillm.course.expect import Mismatch, bytes_held, expect_at_most, expect_equal, expect_shape, unchanged
 from minillm.course.task import NamedCheck, Seam, Task
 from minillm.engine.batch import ForwardBatch, slots_of
 from minillm.model.transformer import Transformer
@@ -212,40 +208,7 @@ def _store_held(store: Any) -> None:
     s = store(config, 100, torch.float32, torch.device("cpu"))
     for layer in range(2):
         s.write(layer, torch.arange(100), *torch.randn(2, 100, 2, 4).unbind())
-    expect_at_most(_bytes_held(s), 100 * s.bytes_per_token, "bytes held for 100 slots")
-
-
-def _bytes_held(owner: Any) -> int:
-    """Bytes of all tensors and arrays in an object: in its attributes and slots, in lists and dicts, in objects further in."""
-    memory: dict[int, int] = {}
-    seen: dict[int, Any] = {}  # keeps what it saw, so that no id is used twice
-    stack = [owner]
-    while stack:
-        x = stack.pop()
-        if id(x) in seen:
-            continue
-        seen[id(x)] = x
-        if isinstance(x, Tensor):
-            memory[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
-        elif isinstance(x, np.ndarray):
-            memory.setdefault(x.__array_interface__["data"][0], x.nbytes)
-        elif isinstance(x, dict):
-            stack.extend(x.values())
-        elif isinstance(x, (list, tuple, set, frozenset, collections.deque)):
-            stack.extend(x)
-        elif not isinstance(x, (type, types.ModuleType, types.FunctionType, types.MethodType)):
-            stack.extend(getattr(x, "__dict__", {}).values())
-            stack.extend(_slots(x))
-    return sum(memory.values())
-
-
-def _slots(owner: Any) -> Iterator[Any]:
-    """What an object keeps in ``__slots__``."""
-    for base in type(owner).__mro__:
-        for member in vars(base).values() if "__slots__" in vars(base) else ():
-            if isinstance(member, types.MemberDescriptorType):
-                with contextlib.suppress(AttributeError):  # not set
-                    yield member.__get__(owner)
+    expect_at_most(bytes_held(s), 100 * s.bytes_per_token, "bytes held for 100 slots")
 
 
 def _store_written(store: Any) -> None:
