@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from minillm import LLM, EngineConfig, SamplingParams
+from minillm.bench.quality import logprobs
 from minillm.cache.kv_store import PlainKVStore
 
 from ..strategies import (
@@ -35,6 +37,15 @@ def test_a_prompt_reads_its_own_keys_and_values_rounded(group, kind):
     for chunk in (1, 3, 4, 11, 64):
         llm = tiny_llm(group, kv_dtype=kind, max_num_batched_tokens=chunk)
         assert llm.generate(prompt, SamplingParams(max_tokens=8, ignore_eos=True))[0].token_ids == expected
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("group", [1, 2, 3])
+def test_the_probabilities_are_those_of_rounded_keys_and_values(group, kind):
+    prompt = [5, 9, 13, 2, 30, 7, 7, 11, 3, 28, 17]
+    (found,) = logprobs(tiny_model(group), [prompt], kind)
+    expected = reference(group, kv_dtype=kind).logits(prompt).log_softmax(-1).float()
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
 
 
 @settings(max_examples=40)

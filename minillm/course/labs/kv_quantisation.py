@@ -57,7 +57,7 @@ def balance_figure(config: ModelConfig) -> Figure:
     series: dict[str, list[tuple[float, float]]] = {"weights in 16 bits": [(n, config.matmul_params * 2 / 1e6) for n in tokens]}
     for name, kind in (("KV in 16 bits", "auto"), ("KV in int8", "int8")):
         series[name] = [(n, kv_bytes(config, n, kind) / 1e6) for n in tokens]
-    marks = {"equal, 16 bits": balance(config), "equal, int8": balance(config, kv_dtype="int8")}
+    marks = {f"equal at {balance(config):,.0f}": balance(config)}
     return lines(series, "tokens in flight: context times batch", "MB read by a decode step", logx=True, logy=True, marks=marks)
 
 
@@ -129,7 +129,7 @@ def row_figure(row: Tensor, bits: Sequence[int] = (8, 4)) -> Figure:
         ax.plot(after.tolist(), "_", color=INK, markersize=6, label="rounded")
         step = float(row.abs().max()) / (2 ** (n - 1) - 1)
         titled(ax, f"{n} bits: step {step:.3g}", "dimension of the head")
-    fig.axes[0].legend(fontsize=SMALL, frameon=False, ncols=2, loc="upper right")
+    fig.axes[0].legend(fontsize=SMALL, frameon=False, ncols=2, loc="upper left")
     return fig
 
 
@@ -257,7 +257,7 @@ def context_panel(made: Mapping[str, DecodeBench], hardware: Hardware, seen: Sec
     most, batch = made[first].most, made[first].batch
     controls = {
         "context": w.SelectionSlider(options=[n for n in CONTEXTS if n <= most], value=CONTEXTS[0], description="context"),
-        "rows": w.SelectionSlider(options=[n for n in (1, 2, 4) if n <= batch], value=1, description="rows"),
+        "rows": w.SelectionSlider(options=[n for n in (1, 2, 4) if n <= batch], value=batch, description="rows"),
         "kind": w.SelectionSlider(options=list(made), value=list(made)[1], description="KV in"),
     }
     return Panel("a step by context and KV", controls, run, draw)
