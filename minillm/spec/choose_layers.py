@@ -26,6 +26,13 @@ from minillm.sampling_params import SamplingParams
 from minillm.spec.train_mtp import HELD_OUT, prompts
 
 BLOCK = 16
+KEPT = {
+    25: (0, 1, 2, 3, 5, 6, 8, 9, 10, 11, 13, 15, 16, 17, 18, 19, 20, 21, 22, 23, 24, 25, 27, 28, 29),
+    20: (0, 1, 2, 3, 8, 9, 10, 11, 15, 16, 17, 18, 19, 20, 21, 23, 24, 27, 28, 29),
+    16: (0, 1, 2, 8, 10, 11, 15, 16, 17, 18, 19, 20, 23, 24, 28, 29),
+}
+"""Layers of smollm2-135m that this script kept: right on 388, 287 and 208 of 534 tokens. None of fewer than 30 was right on a
+larger share of tokens than it costs of a pass: acceptance falls faster than the price."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +51,10 @@ class Agreement:
 @torch.inference_mode()
 def agreement(draft: Transformer, texts: Sequence[tuple[Sequence[int], int]]) -> tuple[int, int]:
     """(right, judged) of a drafter on texts, each (all token ids, length of the prompt): all texts in one pass."""
-    rows, at, wanted, blocks, tokens = [], [], [], 1, 0
+    rows: list[Row] = []
+    at: list[int] = []  # the tokens whose logits are wanted
+    wanted: list[int] = []
+    blocks, tokens = 1, 0
     for ids, prompt_len in texts:
         num_blocks = -(-len(ids) // BLOCK)
         rows.append(Row(ids, 0, range(blocks, blocks + num_blocks)))
