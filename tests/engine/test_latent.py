@@ -35,7 +35,8 @@ def expected(group=LATENT[0], window=None, sinks=0):
     "options",
     [
         {}, {"mla": "absorbed"}, {"mla": "naive"}, {"max_num_batched_tokens": 3}, {"kv_cache": "contiguous"},
-        {"kv_cache": "none"}, {"batching": "static"}, {"cuda_graphs": True}, {"overlap": True}, {"prefix_cache": "radix", "host_cache": 10**6},
+        {"kv_cache": "none"}, {"batching": "static"}, {"cuda_graphs": True}, {"overlap": True},
+        {"prefix_cache": "radix", "host_cache": 10**6},
         {"speculative": "ngram"}, {"speculative": "draft", "draft_model": [0]}, {"num_blocks": 5, "block_size": 4},
     ],
 )  # fmt: skip
