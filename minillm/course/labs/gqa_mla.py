@@ -145,7 +145,7 @@ def benches(configs: Mapping[str, ModelConfig]) -> dict[str, LayerBench]:
 
 @torch.inference_mode()
 def measure(
-    made: Mapping[str, LayerBench], context: int, tick: Callable[[], None] = lambda: None, repeats: int = 15
+    made: Mapping[str, LayerBench], context: int, tick: Callable[[], None] = lambda: None, repeats: int = 8
 ) -> dict[str, Timing]:
     """Every structure at one context, in turns."""
     calls = {name: bench.prepared(context) for name, bench in made.items()}

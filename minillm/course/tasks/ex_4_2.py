@@ -28,7 +28,7 @@ TINY = ModelConfig(
 PROMPTS = ([3, 1, 4, 1, 5, 9, 2, 6, 5], [2, 7], [1, 6, 1, 8, 0, 3])
 
 
-def _inputs(rows: int, keys: int, heads: int = 3, rank: int = 12, nope: int = 6, rope: int = 4, v_dim: int = 5) -> list[Tensor]:
+def _inputs(rows: int, keys: int, heads: int = 3, rank: int = 12, nope: int = 6, rope: int = 4, v_dim: int = 5) -> Any:
     """q_nope, q_rope, cached rows and the up-projection, drawn at random."""
     shapes = (rows, heads, nope), (rows, heads, rope), (rows, keys, rank + rope), (heads, nope + v_dim, rank)
     return [torch.randn(shape) / (rank**0.5 if i == 3 else 1) for i, shape in enumerate(shapes)]
@@ -76,14 +76,15 @@ def _core_random(f: Any) -> None:
 
 def _core_ragged(f: Any) -> None:
     given, visible = _inputs(3, 8), torch.arange(8) < torch.tensor([[8], [3], [1]])
-    expect_equal(f(*given, 0.3, visible), _naive(*given, 0.3, visible), atol=1e-5, what="rows that see 8, 3 and 1 of 8 keys")
+    want = _naive(*given, 0.3, visible)
+    expect_equal(f(*given, 0.3, visible), want, atol=1e-5, what="rows that see 8, 3 and 1 of 8 keys")
 
 
 def _core_large(f: Any) -> None:
     given = _inputs(2, 6)
     given[0] = given[0] * 1e4
-    got = f(*given, 0.3, _all(2, 6))
-    expect_equal(got, _naive(*given, 0.3, _all(2, 6)), atol=1e-3, what="scores of many thousands")
+    want = _naive(*given, 0.3, _all(2, 6))
+    expect_equal(f(*given, 0.3, _all(2, 6)), want, atol=1e-3, what="scores of many thousands")
 
 
 def _core_state(f: Any) -> None:
@@ -162,8 +163,8 @@ CORE = Task(
     (
         "A head's key is W_k c. Its product with a query is q · (W_k c) = (W_kᵀ q) · c: transform the one query, not the many\n"
         "keys. The same for values: Σ p (W_v c) = W_v (Σ p c).",
-        "up[:, :nope] is W_k [heads, nope, rank], up[:, nope:] is W_v [heads, v_dim, rank]. W_kᵀ q is [rows, heads, rank], scores\n"
-        "are [rows, heads, keys], Σ p c is [rows, heads, rank] again.",
+        "up[:, :nope] is W_k [heads, nope, rank], up[:, nope:] is W_v [heads, v_dim, rank]. W_kᵀ q is [rows, heads, rank],\n"
+        "scores are [rows, heads, keys], Σ p c is [rows, heads, rank].",
         'q = einsum("rhd,hdc->rhc", q_nope, W_k); scores = q @ latentsᵀ + q_rope @ keysᵀ, times scale; masked_fill where not\n'
         'visible (visible[:, None]), softmax over keys; out = weights @ latents; einsum("rhc,hdc->rhd", out, W_v).',
     ),
@@ -219,7 +220,7 @@ def _break_engine(f: Any) -> None:
         for layer in model.layers:
             layer.attention.scale = scale  # type: ignore[union-attr]
         llm = LLM(model, dtype="float32", num_blocks=24)
-        outs = llm.generate([list(p) for p in PROMPTS], SamplingParams(max_tokens=8, ignore_eos=True, logprobs=1))
+        outs: Any = llm.generate([list(p) for p in PROMPTS], SamplingParams(max_tokens=8, ignore_eos=True, logprobs=1))
         answers.append([[max(step.values()) for step in o.logprobs] for o in outs])
     expect_equal(answers[0], answers[1], atol=1e-5, what="log-probabilities of an engine with your scale")
 
@@ -300,8 +301,8 @@ STRETCH = Task(
         NamedCheck("engine: one rank keeps what the engine keeps", _stretch_engine, hint=2),
     ),
     (
-        "Heads are split over ranks. A KV head goes where its query heads go; with more ranks than KV heads each rank still needs\n"
-        "one, so heads are copied. A latent is read by every head.",
+        "Heads are split over ranks. A KV head goes where its query heads go; with more ranks than KV heads each rank still\n"
+        "needs one, so heads are copied. A latent is read by every head.",
         "16 bits: 2 · layers · heads on the rank · 2 · head_dim bytes; for latents 2 · layers · cache_width, on every rank.",
         "ValueError unless ranks >= 1, num_heads % ranks == 0, and kv_heads % ranks == 0 or ranks % kv_heads == 0. Then\n"
         "kept = max(1, kv_heads // ranks).",
