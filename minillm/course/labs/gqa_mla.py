@@ -105,10 +105,11 @@ class LayerBench:
 
     def __init__(self, config: ModelConfig, most: int = CONTEXTS[-1], form: str = "auto") -> None:
         self.model, self.most = Transformer.random(replace(config, num_layers=1)), most
-        self.store: Any = plain_store(self.model.config, most + BLOCK, torch.float32)
+        store: Any = plain_store(self.model.config, most + BLOCK, torch.float32)
         generator = torch.Generator().manual_seed(0)
-        for tensor in self.store.layers:
+        for tensor in store.layers:
             tensor.copy_(torch.randn(tensor.shape, generator=generator))
+        self.store = store
         self.backend = torch_attention(self.model.config, form=form)
         self.x = torch.randn(1, config.hidden_size, generator=generator)
 
@@ -124,7 +125,7 @@ class LayerBench:
         cos, sin = self.model.rope[batch.positions].unsqueeze(2).unbind(1)
         plan, attention = self.backend.plan(batch, torch.float32), self.model.layers[0].attention
         args = self.x, PLAIN, 0, cos, sin, batch.slots, self.store, self.backend, plan
-        return lambda: attention(*args)  # type: ignore[operator,no-any-return]
+        return lambda: attention(*args)  # type: ignore[operator]
 
     @torch.inference_mode()
     def output(self, context: int) -> torch.Tensor:
@@ -211,7 +212,8 @@ def intensities(context: int = 4096) -> dict[str, float]:
 
 def intensity_figure(ridges: Mapping[str, float], context: int = 4096) -> Figure:
     """The same beside the ridges of some cards."""
-    return bars({**intensities(context), **{f"ridge of {name}": ridge for name, ridge in ridges.items()}}, "FLOP/B")
+    shown = intensities(context) | {f"ridge of {name}": ridge for name, ridge in ridges.items()}
+    return bars(shown, "", title="FLOP per byte of decode attention")
 
 
 def per_rank(config: ModelConfig, ranks: Sequence[int]) -> dict[int, float]:

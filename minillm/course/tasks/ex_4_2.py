@@ -34,14 +34,16 @@ def _inputs(rows: int, keys: int, heads: int = 3, rank: int = 12, nope: int = 6,
     return [torch.randn(shape) / (rank**0.5 if i == 3 else 1) for i, shape in enumerate(shapes)]
 
 
-def _naive(q_nope: Tensor, q_rope: Tensor, rows: Tensor, up: Tensor, scale: float, visible: Tensor) -> Tensor:
-    """Keys and values of every head, then attention, in 64 bits."""
-    q_nope, q_rope, rows, up = (t.double() for t in (q_nope, q_rope, rows, up))
+def _naive(*given: Any) -> Tensor:
+    """Keys and values of every head, then attention, in 64 bits. given: what the core's contract names, in its order."""
+    scale, visible = given[4:]
+    q_nope, q_rope, rows, up = (t.double() for t in given[:4])
     nope, rank = q_nope.shape[-1], up.shape[-1]
     made = torch.einsum("rkc,hdc->rkhd", rows[..., :rank], up)
     scores = torch.einsum("rhd,rkhd->rhk", q_nope, made[..., :nope]) + torch.einsum("rhd,rkd->rhk", q_rope, rows[..., rank:])
     weights = (scores * scale).masked_fill(~visible[:, None], float("-inf")).softmax(-1)
-    return torch.einsum("rhk,rkhd->rhd", weights, made[..., nope:]).float()
+    result: Tensor = torch.einsum("rhk,rkhd->rhd", weights, made[..., nope:])
+    return result.float()
 
 
 # 4.2 core: absorbed attention -------------------------------------------------------------------------------------------------
