@@ -412,7 +412,8 @@ class EngineConfig:
             _check_parts("sparse_indexer", self.sparse_indexer, ("summarise", "score"), "a name or an Indexer")
         if self.sparse_blocks is None:
             for name, neutral in (("sparse_window", None), ("sparse_indexer", "bounds"), ("sparse_share_layers", 1)):
-                if getattr(self, name) != neutral:
+                # an indexer of one's own may wait for sparse_blocks: a part of an engine that is not asked for
+                if isinstance(getattr(self, name), (int, str)) and getattr(self, name) != neutral:
                     raise ValueError(f"{name}={getattr(self, name)!r:.60} is of sparse attention; set sparse_blocks")
             return
         hides, records = "hides keys from the indexer", "records the keys that a step reads"

@@ -254,7 +254,7 @@ class Shapeless:
         ({"sparse_blocks": 2, "sparse_indexer": Shapeless()}, "summarise gives"),
         ({"sparse_window": 8}, "sparse_window=8 is of sparse attention; set sparse_blocks"),
         ({"sparse_share_layers": 2}, "sparse_share_layers=2 is of sparse attention"),
-        ({"sparse_indexer": BoundsIndexer()}, "is of sparse attention"),
+        ({"sparse_indexer": "mean"}, "sparse_indexer='mean' is of sparse attention"),
         ({"sparse_blocks": 2, "attention_window": 5}, "attention_window=5 hides keys from the indexer"),
         ({"sparse_blocks": 2, "attention_sinks": 1}, "attention_sinks=1 hides"),
         ({"sparse_blocks": 2, "compile": True}, "compile=True records the keys"),
@@ -265,6 +265,12 @@ class Shapeless:
 def test_what_cannot_be_combined_is_refused(options, message):
     with pytest.raises(ValueError, match=message):
         tiny_engine(**options)
+
+
+def test_an_indexer_of_ones_own_without_sparse_blocks_waits():
+    engine = tiny_engine(sparse_indexer=BoundsIndexer())
+    name = engine.add_request(LONG[:30], SamplingParams(max_tokens=4, **IGNORE))
+    assert run_to_end(engine)[name].token_ids == greedy(LONG[:30], 4)
 
 
 def test_a_model_with_a_window_of_its_own_is_refused():
