@@ -61,11 +61,6 @@ def make_sparse(options: EngineConfig, config: ModelConfig) -> SparseAttention:
             f"sparse_blocks={options.sparse_blocks} chooses among all keys, and {config.name} has a sliding window of "
             f"{config.sliding_window}: leave sparse_blocks=None"
         )
-    if config.mla is not None:
-        raise ValueError(
-            f"sparse_blocks={options.sparse_blocks} summarises the keys of KV heads, and {config.name} keeps latents: "
-            "leave sparse_blocks=None"
-        )
     # what reaches further than the model does is as good as that
     blocks, window = (min(n, config.max_position) for n in (options.sparse_blocks or 0, options.sparse_window or SPARSE_WINDOW))
     view = SparseView(blocks, window, options.block_size)
