@@ -1,0 +1,62 @@
+"""Exercise 6.1 beyond what tests/notebooks proves of every exercise: mine() drafts and judges with the learner's code."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from minillm import SamplingParams
+from minillm.course.checks import check
+from minillm.course.mine import mine, rooms
+from minillm.course.progress import Progress
+from minillm.course.tasks.ex_6_1 import CORE, PROMPTS, STRETCH, TASKS, TINY, _true_rule
+from minillm.model.transformer import Transformer
+from minillm.spec.verify import accept_or_replace
+
+from .test_ex_5_2 import store, written  # noqa: F401
+
+ANSWER = """from minillm.spec.draft import Draft
+
+def my_rule(p, q, token, u, w):
+    if u * q[token] < p[token]:
+        return token, True
+    left = (p - q).clamp(min=0)
+    shares = (left if left.sum() > 0 else p).cumsum(0)
+    return int((shares > w * shares[-1]).nonzero()[0]), False
+
+class MyDrafter:
+    def propose(self, requests, lengths):
+        return [Draft(self.look(r.token_ids, n)) for r, n in zip(requests, lengths)]
+
+    def look(self, ids, n):
+        for size in (3, 2, 1):
+            for at in range(len(ids) - size - 1, -1, -1):
+                if ids[at : at + size] == ids[-size:]:
+                    return tuple(ids[at + size : at + size + n])
+        return ()
+"""
+
+
+def test_mine_drafts_and_judges_with_the_learners_code(store: Progress, capsys: pytest.CaptureFixture[str]) -> None:  # noqa: F811
+    model, params = Transformer.random(TINY), SamplingParams(max_tokens=30, ignore_eos=True)
+    options = {"dtype": "float64", "num_blocks": 40, "progress": store, "tasks": TASKS}
+    assert rooms(store, TASKS) == {"accept rule": "minillm", "drafter": "minillm"}
+    ours = mine(model, **options)
+    assert ours.engine.speculation is None
+    check(CORE, written(ANSWER, "my_rule"), progress=store)
+    check(STRETCH, written(ANSWER, "MyDrafter"), progress=store)
+    theirs = mine(model, **options)
+    said = capsys.readouterr().out
+    assert "accept rule: yours (6.1 core, my_rule)" in said and "drafter: yours (6.1 stretch, MyDrafter)" in said
+    assert theirs.engine.runner.accept_rule.__name__ == "my_rule"
+    expected = [o.token_ids for o in ours.generate(list(PROMPTS), params)]
+    assert [o.token_ids for o in theirs.generate(list(PROMPTS), params)] == expected and theirs.meter.accepted > 0
+
+
+def test_the_oracle_of_the_rule_is_the_engines() -> None:
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(300):
+        p, q = (torch.softmax(4 * torch.randn(5, generator=generator, dtype=torch.float64), -1) for _ in range(2))
+        u, w = torch.rand(2, generator=generator, dtype=torch.float64).tolist()
+        for token in range(5):
+            assert accept_or_replace(p, q, token, u, w) == _true_rule(p, q, token, u, w)
