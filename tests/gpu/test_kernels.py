@@ -124,3 +124,26 @@ def test_scores_near_1e5_give_no_nan(gpu: torch.device) -> None:
     q = torch.randn(batch.num_tokens, 4, 64, device=gpu).half() * 200
     backend = TritonAttention(config, torch.float16, gpu)
     assert backend.forward(q, 0, PlainKVStore([kv]), backend.plan(batch, torch.float16)).isfinite().all()
+
+
+@pytest.mark.parametrize("rows", [1, 16, 17, 64, 65, 513])
+@pytest.mark.parametrize("k, n", [(576, 192), (4096, 1024), (100, 37)])
+def test_eight_bit_products_are_exact(gpu: torch.device, rows: int, k: int, n: int) -> None:
+    from minillm.kernels.int8_matmul import int8_matmul
+
+    x, w = (torch.randint(-127, 128, (size, k), device=gpu, dtype=torch.int8) for size in (rows, n))
+    channel = torch.rand(n, device=gpu) + 0.5
+    expected = (x.double() @ w.double().t()).float() * channel
+    assert torch.equal(int8_matmul(x, w, channel, torch.float32), expected)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_tokens_are_rounded_as_on_the_cpu(gpu: torch.device, dtype: torch.dtype) -> None:
+    from minillm.quant.w8a8 import quantise_rows
+
+    x = torch.randn(33, 1500).to(dtype)
+    x[4], x[5] = 0, float("nan")
+    fine = [n for n in range(33) if n != 5]
+    (got, scales), (expected, theirs) = quantise_rows(x.to(gpu)), quantise_rows(x)
+    assert torch.equal(scales.cpu()[fine], theirs[fine]) and not scales[5].isfinite()
+    assert (got.cpu()[fine].int() - expected[fine].int()).abs().max() <= 1
