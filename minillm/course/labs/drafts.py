@@ -75,12 +75,13 @@ def right_by_depth(head: Any, states: Tensor, ids: Sequence[int], embedding: Ten
 def price_figure(points: Mapping[str, tuple[float, float]], title: str | None = None) -> Figure:
     """Drafters by price c and acceptance α, and the line below which nobody can gain."""
     fig, ax = figure()
-    ax.fill_between([0, 1], [0, 1], color=SOFT, alpha=0.15, linewidth=0)
+    far = max([1.0, *(1.1 * c for c, _ in points.values())])
+    ax.fill_between([0, 1, far], [0, 1, 1], color=SOFT, alpha=0.15, linewidth=0)
     ax.plot([0, 1], [0, 1], color=SOFT, linestyle="--", linewidth=1.2)
-    ax.text(0.97, 0.05, "α < c: no draft length gains", ha="right", fontsize=SMALL, color=SOFT)
+    ax.text(0.97 * far, 0.05, "α < c: no draft length gains", ha="right", fontsize=SMALL, color=SOFT)
     for i, (name, (c, alpha)) in enumerate(points.items()):
         ax.plot([c], [alpha], MARKERS[i % 6], color=COLOURS[i % 6], markersize=8, label=name)
-    ax.set_xlim(-0.03, 1)
+    ax.set_xlim(-0.03, far)
     ax.set_ylim(0, 1.03)
     titled(ax, title, "price of a drafted token c, in passes of the target", "acceptance α")
     legend(ax, "right")
