@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 from minillm import ModelConfig, Transformer
-from minillm.bench.studies import int4, kv_quant
+from minillm.bench.studies import int4, kv_quant, quant_tasks
 from minillm.quant.config import QuantConfig
 from minillm.quant.quantise import quantise_model
 
@@ -50,3 +52,14 @@ def test_a_round_of_the_kv_study_measures_every_bar(model, monkeypatch):
     for bar in kv_quant.BARS:
         if not bar.name.startswith("step"):
             bar.value(results)
+
+
+def test_methods_are_compared_task_by_task_on_one_grid(model):
+    rows = [[(7 * i + r) % 64 for i in range(40)] for r in range(3)]
+    grid, letters = QuantConfig("rtn", 2, 16, calibration=rows), SimpleNamespace(encode=lambda text: [ord(c) % 64 for c in text])
+    state = quant_tasks.state_of(model.converted(torch.float32, "cpu"), letters, grid, most=24)
+    assert [m.storage.split(",")[0] for m in state.models.values()] == ["RTN", "AWQ", "GPTQ"]
+    first, second = (quant_tasks.measure(state, turn) for turn in (0, 1))
+    assert first == second and set(quant_tasks.TASKS) == set(state.evaluation.rows)
+    values = {bar.name: bar.value(first) for bar in quant_tasks.BARS}
+    assert values["KL on code, AWQ / RTN"] == first["awq_code"] / first["rtn_code"] and all(v > 0 for v in values.values())

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -9,6 +11,10 @@ from minillm import LLM, SamplingParams
 from minillm.attention.triton_backend import TritonAttention
 from minillm.config import ModelConfig
 from minillm.model.transformer import Transformer
+from minillm.quant.awq_checkpoint import save_awq
+from minillm.quant.config import QuantConfig
+from minillm.quant.linear import PlainLinear
+from minillm.quant.quantise import quantise_model
 
 PROMPTS = [[(7 * i + r) % 61 for i in range(n)] for r, n in enumerate((1, 5, 16, 33, 100))]
 TINY = ModelConfig(
@@ -31,6 +37,44 @@ def test_auto_is_triton_here(gpu: torch.device) -> None:
     llm = LLM(model, num_blocks=64)
     assert isinstance(llm.engine.runner.backend, TritonAttention)
     assert len(llm.generate(PROMPTS, SamplingParams(max_tokens=8, ignore_eos=True))) == len(PROMPTS)
+
+
+@pytest.mark.parametrize("group, symmetric", [(32, False), (-1, True)])
+def test_four_bits_are_multiplied_by_the_kernel_here_and_answer_as_their_dequantised_weights(
+    gpu: torch.device, group: int, symmetric: bool
+) -> None:
+    from minillm.kernels.matmul import MAX_ROWS
+
+    config, params = QuantConfig("rtn", 4, group, symmetric, head_bits=4), SamplingParams(max_tokens=16, ignore_eos=True)
+    llm = LLM(Transformer.random(TINY, seed=3, device=gpu), quantization=config, num_blocks=64)
+    assert all("qweight" in layer.mlp.down._buffers for layer in llm.model.layers) and "qweight" in llm.model.head._buffers
+    assert f"Triton's 4-bit kernel, from {MAX_ROWS + 1} rows dequantised" in llm.engine.description
+    dense = Transformer(TINY, llm.model.dense_weights() | {"lm_head.weight": llm.model.head.dense()[0]}, PlainLinear()).eval()
+    plain = LLM(dense, num_blocks=64)  # one prompt has more rows than the kernel takes, the others fewer
+    assert max(map(len, PROMPTS)) > MAX_ROWS
+    answers = [[o.token_ids for o in one.generate(PROMPTS, params)] for one in (llm, plain)]
+    assert answers[0] == answers[1]
+
+
+def test_torchs_products_are_a_switch_away(gpu: torch.device) -> None:
+    model = Transformer.random(TINY, seed=3, device=gpu)
+    params = SamplingParams(max_tokens=8, ignore_eos=True)
+    answers = []
+    for kernel in ("auto", "torch"):
+        llm = LLM(model, quantization=QuantConfig("rtn", 4, 32, kernel=kernel), num_blocks=64)
+        assert ("qweight" in llm.model.layers[0].mlp.down._buffers) == (kernel == "auto")
+        answers.append([o.token_ids for o in llm.generate(PROMPTS, params)])
+    assert answers[0] == answers[1]
+
+
+def test_a_checkpoint_in_autoawqs_layout_runs_on_the_kernel(gpu: torch.device, tmp_path: Path) -> None:
+    model = quantise_model(Transformer.random(TINY, seed=3), QuantConfig("rtn", 4, 32), dtype=torch.float32)
+    folder, params = save_awq(model, tmp_path), SamplingParams(max_tokens=8, ignore_eos=True)
+    there = LLM(folder, device="cuda", dtype="float32", num_blocks=64)
+    here = LLM(folder, device="cpu", dtype="float32", num_blocks=64)
+    assert "qweight" in there.model.layers[0].mlp.down._buffers
+    answers = [[o.token_ids for o in one.generate(PROMPTS, params)] for one in (there, here)]
+    assert answers[0] == answers[1]
 
 
 @pytest.mark.model
