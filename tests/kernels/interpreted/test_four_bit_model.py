@@ -87,19 +87,20 @@ class Watched:
 
 
 def test_codes_come_back_and_the_work_is_the_kernels() -> None:
-    weight, bias = torch.randn(40, 512), torch.randn(40)
+    weight, bias = torch.randn(24, 1024), torch.randn(24)
     for group, symmetric in ((16, False), (-1, True), (512, False), (128, True)):
         layer = Linear(weight, bias, GroupLinear(4, group, symmetric, kernel="triton"))
         found, expected = layer.method.codes(layer._buffers), quantise(weight, 4, group, symmetric)
         for name in ("codes", "scales", "zeros"):
             assert torch.equal(getattr(found, name), getattr(expected, name)), (group, name)
         groups = layer._buffers["scales"].shape[0]
-        assert groups == 512 // (min(group, 256) if group > 0 else 256), "a long group is cut for the kernel"
-        stored = 40 * 512 // 2 + groups * 20 + groups * 40 * 2
+        assert groups == 1024 // (min(group, 256) if group > 0 else 256), "a long group is cut for the kernel"
+        stored = 24 * 1024 // 2 + groups * 12 + groups * 24 * 2
         few, many = layer.work(3), layer.work(MAX_ROWS + 1)
         assert few.weight_bytes == many.weight_bytes == stored + bias.nbytes == layer.nbytes()
-        assert few.activation_bytes == 3 * 552 * 4 and few.launches == 1, "one part of K where there is one processor"
-        assert many.activation_bytes == (MAX_ROWS + 1) * 552 * 4 + 2 * weight.nbytes and many.launches == 2
+        parts = 2 * 2 * 3 * 24 * 4  # two parts of K in float32, written and read again
+        assert few.activation_bytes == 3 * 1048 * 4 + parts and few.launches == 2
+        assert many.activation_bytes == (MAX_ROWS + 1) * 1048 * 4 + 2 * weight.nbytes and many.launches == 2
 
 
 def test_a_checkpoint_whose_scales_have_sixteen_bits_of_their_own_is_multiplied_exactly(tmp_path: Path) -> None:
