@@ -215,3 +215,14 @@ def test_a_converted_model_answers_as_the_one_it_was_made_from():
     name = engine.add_request(PROMPT, GREEDY)
     assert run_to_end(engine)[name].token_ids == expected()
     assert isinstance(model.config, ModelConfig) and model.dense_weights().keys() == engine.model.dense_weights().keys()
+
+
+def test_pairs_outside_a_window_are_not_counted():
+    flops = []
+    for window in (None, 4):
+        engine = tiny_engine(LATENT[0], mla="absorbed", attention_window=window)
+        engine.add_request(PROMPT, SamplingParams(max_tokens=3, ignore_eos=True))
+        run_to_end(engine)
+        flops.append(engine.meter.total_flops)
+    all_pairs, seen = 9 * 10 // 2 + 10 + 11, (1 + 2 + 3 + 6 * 4) + 4 + 4
+    assert flops[0] - flops[1] == 2 * (all_pairs - seen) * HEADS * (WIDTH + 7) * LAYERS
