@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from minillm import SamplingParams
 from minillm.engine.request import Request
+from minillm.spec.choice import low_bit_copy
 from minillm.spec.draft_model import Progress
+
+from ..strategies import tiny_model
 
 
 @pytest.mark.parametrize(
@@ -31,3 +35,8 @@ def test_only_tokens_of_the_request_in_blocks_of_the_request_count(request_now, 
 def test_a_drafter_that_has_seen_nothing_starts_at_the_beginning():
     request = Request("r", 1, [1, 2, 3], SamplingParams(), 0, frozenset(), 64, blocks=[4])
     assert Progress().still_valid(request, 4) == 0
+
+
+def test_a_copy_of_a_sixteen_bit_model_shares_its_embedding():
+    model = tiny_model().converted(torch.bfloat16, "cpu")
+    assert low_bit_copy("int8", model).embedding is model.embedding
