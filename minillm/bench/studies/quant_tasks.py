@@ -52,6 +52,7 @@ class State:
 def prepare() -> State:
     checkpoint = load_checkpoint("smollm2-135m")
     exact = Transformer.from_weights(checkpoint.config, checkpoint.weights, torch.float32)
+    assert checkpoint.tokenizer is not None  # the default model's
     return state_of(exact, checkpoint.tokenizer, QuantConfig("rtn", 3, 64, dense_from=1))
 
 
@@ -60,7 +61,7 @@ def state_of(exact: Transformer, tokenizer: TokenizerLike, grid: QuantConfig, mo
     state = State(Evaluation(exact, tokenizer, choices={}, most=most), {})
     for method in METHODS:
         started = time.perf_counter()
-        config = replace(grid, method=method)
+        config = replace(grid, method=method)  # type: ignore[arg-type]
         state.models[method] = quantise_model(exact, config, tokenizer)
         state.seconds[method] = time.perf_counter() - started
     return state
