@@ -27,7 +27,7 @@ OTHERS = ("notebooks", "exercises", "browser", "gpu")  # folders of tests/ that 
 PARALLEL = ("-n", "2", "--dist", "loadfile")  # the one distribution that nbval works with
 NBVAL = ("--nbval", "--nbval-current-env", "--nbval-cell-timeout=120", "--nbval-kernel-startup-timeout=120")
 FAST = ("-m", "not slow and not model and not network")
-PATIENCE = 1.3  # a group over its budget is reported, and ended at this many budgets: all of them fit CI's 40 minutes
+PATIENCE = 1.2  # a group over its budget is reported, and ended at this many budgets: all of them fit CI's 40 minutes
 
 
 @dataclass(frozen=True)
@@ -55,10 +55,10 @@ class Group:
 
 
 GROUPS = (
-    Group("unit", ("tests",), budget=410, options=PARALLEL, ignored=OTHERS, one_thread=True),
-    Group("notebooks", ("chapters", "solutions", "tests/notebooks"), budget=580, options=(*PARALLEL, *NBVAL), one_thread=True),
+    Group("unit", ("tests",), budget=480, options=PARALLEL, ignored=OTHERS, one_thread=True),
+    Group("notebooks", ("chapters", "solutions", "tests/notebooks"), budget=720, options=(*PARALLEL, *NBVAL), one_thread=True),
     Group("exercises", ("tests/exercises",), budget=70, options=PARALLEL, one_thread=True),
-    Group("browser", ("tests/browser",), budget=555),
+    Group("browser", ("tests/browser",), budget=460, options=PARALLEL, one_thread=True),
 )
 
 
