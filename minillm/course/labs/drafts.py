@@ -93,7 +93,7 @@ def length_figure(parts: Mapping[str, tuple[float, float]], slope: float) -> Fig
     series = {
         name: [(n, speedup(alpha, c, 1 + slope * n, n) if n else 1.0) for n in range(9)] for name, (alpha, c) in parts.items()
     }
-    return lines({"none": [(0, 1.0), (8, 1.0)], **series}, "drafted tokens γ", "speed, against none")
+    return lines({**series, "none": [(0, 1.0), (8, 1.0)]}, "drafted tokens γ", "speed, against none")
 
 
 # Measured ---------------------------------------------------------------------------------------------------------------------
