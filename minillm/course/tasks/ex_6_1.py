@@ -67,12 +67,14 @@ def _rule(f: Any, p: Tensor, q: Tensor, token: int, u: float, w: float) -> tuple
         raise Mismatch(f"accept gives (token, whether the drafted token stands), got {show(got)}")
     if not is_whole(got[0]) or not isinstance(got[1], bool):
         raise Mismatch(f"accept gives a whole number and a bool, got {show(got)}; int(...) and bool(...) make them of a tensor")
+    if not 0 <= got[0] < len(p):
+        raise Mismatch(f"p {show(p.tolist())}, q {show(q.tolist())}: {got[0]} is no token of a vocabulary of {len(p)}")
     return int(got[0]), got[1]
 
 
 def _judge(f: Any, p: Tensor, q: Tensor, token: int, u: float, w: float) -> None:
     what = f"p {[round(x, 3) for x in p.tolist()]}, q {[round(x, 3) for x in q.tolist()]}, token {token}, u={u:.3g}, w={w:.3g}"
-    expect_equal(_rule(f, p, q, token, u, w), _true_rule(p, q, token, u, w), what=what)
+    expect_equal(_rule(f, p, q, token, u, w), _true_rule(p, q, token, u, w), what=f"(token, stands) for {what}")
 
 
 def _core_shape(f: Any) -> None:
@@ -352,6 +354,7 @@ def _stretch_by_hand(cls: Any) -> None:
     _look(cls, [5, 6, 7, 8, 9, 1, 5, 6], 2)
     _look(cls, [5, 6, 1, 5, 6, 2, 5, 6], 1)
     _look(cls, [3, 5, 6, 1, 4, 5, 6, 2, 3, 5, 6], 1)
+    _look(cls, [9, 5, 6, 7, 1, 2, 5, 6, 7, 3, 9, 5, 6, 7], 1)  # three tokens are the most that is asked for
 
 
 def _stretch_random(cls: Any) -> None:

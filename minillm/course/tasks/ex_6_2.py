@@ -42,7 +42,7 @@ def _propose(cls: Any, texts: Sequence[Sequence[int]], lengths: Sequence[int]) -
         raise Mismatch(f"propose gives one Draft for each of {len(texts)} requests, got {show(got)}")
     for draft in got:
         if not isinstance(draft, Draft) or not isinstance(draft.token_ids, tuple) or draft.probs is not None:
-            raise Mismatch(f"propose gives Draft((token, …)) without probs: a lookup is certain; got {show(draft)}")
+            raise Mismatch(f"propose gives Draft((token, …)), a tuple, without probs: a lookup is certain; got {show(draft)}")
     return [draft.token_ids for draft in got]
 
 

@@ -49,6 +49,13 @@ def left_with_nothing(p, q, token, u, w):
     return (pick(left / left.sum(), w), False) if left.sum() > 0 else (len(p) - 1, False)
 
 
+def the_lessons(p, q, token, u, w):
+    if u * q[token] < p[token]:
+        return token, True
+    shares = (p - q).clamp(min=0).cumsum(0)
+    return int(torch.searchsorted(shares, w * shares[-1], right=True)), False
+
+
 def in_place(p, q, token, u, w):
     if u * q[token] < p[token]:
         return token, True
@@ -144,6 +151,11 @@ class OnlyThree:
         return [Draft(look(r.token_ids, n, (3,))) for r, n in zip(requests, lengths)]
 
 
+class FourTokens:
+    def propose(self, requests, lengths):
+        return [Draft(look(r.token_ids, n, (4, 3, 2, 1))) for r, n in zip(requests, lengths)]
+
+
 class FindsItself:
     def propose(self, requests, lengths):
         return [Draft(look([*r.token_ids, r.token_ids[-1]][: len(r.token_ids)], n) or tuple(r.token_ids[-1:] * n)) for r, n in
@@ -166,6 +178,7 @@ WRONG = {
         (one_number_for_both, LEFT),
         (takes_what_cannot_be, "edges: probabilities of 0 and 1"),
         (left_with_nothing, "edges: nothing is left over but rounding"),
+        (the_lessons, "edges: nothing is left over but rounding"),
         (in_place, "state: inputs unchanged"),
     ],
     "6.1 break": [
@@ -181,6 +194,7 @@ WRONG = {
         (FirstPlace, "exact: the longest match, the latest place"),
         (ShortestFirst, "exact: the longest match, the latest place"),
         (OnlyThree, "exact: the longest match, the latest place"),
+        (FourTokens, "exact: the longest match, the latest place"),
         (FindsItself, "random: against every place and size"),
         (OneLengthForAll, "edges: several requests of different lengths"),
     ],
