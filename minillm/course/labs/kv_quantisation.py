@@ -129,6 +129,7 @@ def row_figure(row: Tensor, bits: Sequence[int] = (8, 4)) -> Figure:
         ax.plot(after.tolist(), "_", color=INK, markersize=6, label="rounded")
         step = float(row.abs().max()) / (2 ** (n - 1) - 1)
         titled(ax, f"{n} bits: step {step:.3g}", "dimension of the head")
+    fig.axes[0].set_ylabel("value", fontsize=SMALL)
     fig.axes[0].legend(fontsize=SMALL, frameon=False, ncols=2, loc="upper left")
     return fig
 
