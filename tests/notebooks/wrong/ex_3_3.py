@@ -127,6 +127,25 @@ class Widens(Right):
         return k.float(), v.float()
 
 
+class GivesAList(Right):
+    def read(self, layer, slots):
+        return list(super().read(layer, slots))
+
+
+class SaysNothing(Right):
+    def __init__(self, *parts):
+        super().__init__(*parts)
+        del self.bytes_per_token
+
+
+class RoundsItsInput(Right):
+    """Works in the caller's own memory."""
+
+    def write(self, layer, slots, k, v):
+        super().write(layer, slots, k, v)
+        k.div_(self.unit(self.reach[layer][slots][:, 0])).mul_(self.largest)
+
+
 class ScalesItsInput(Right):
     def write(self, layer, slots, k, v):
         super().write(layer, slots, k, v)
@@ -141,12 +160,14 @@ class Borrows(QuantisedKVStore):
 
 SHAPE = "shape: what read gives"
 CORE = (
-    (Widens, SHAPE), (Borrows, SHAPE), (Wraps, "exact: whole numbers up to 127"), (Truncates, "random: at most half a step off"),
+    (Widens, SHAPE), (Borrows, SHAPE), (GivesAList, SHAPE), (SaysNothing, SHAPE),
+    (Wraps, "exact: whole numbers up to 127"), (Truncates, "random: at most half a step off"),
     (DividesByNothing, "edges: rows of zeros, equal and tiny numbers"),
     (LeastReach, "edges: rows of zeros, equal and tiny numbers"),
     (PerStep, "edges: a large token among small ones"), (PerToken, "edges: a small head beside a large one"),
     (KForV, "edges: large K, small V"), (SharedByLayers, "edges: slots in any order, layers apart"),
     (OnlyGrows, "state: a slot is written again"), (ScalesItsInput, "state: inputs and what was read unchanged"),
+    (RoundsItsInput, "state: inputs and what was read unchanged"),
     (KeepsThem, "budget: bytes held"), (SaysLess, "budget: bytes held"),
 )  # fmt: skip
 
