@@ -139,14 +139,19 @@ def _core_engine(f: Any) -> None:
 
 
 class _Products(TorchDispatchMode):
-    """Counts matrix products."""
+    """Counts matrix products, and keeps the size of the largest tensor that was made on the way."""
 
     count = 0
+    largest = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func._schema.name in ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::mv", "aten::_grouped_mm"):
             self.count += 1
-        return func(*args, **(kwargs or {}))
+        made = func(*args, **(kwargs or {}))
+        for x in made if isinstance(made, (tuple, list)) else (made,):
+            if isinstance(x, Tensor):  # a view is as large as what it looks at: nothing is copied
+                self.largest = max(self.largest, x.untyped_storage().nbytes())
+        return made
 
 
 def _core_budget(f: Any) -> None:
@@ -158,6 +163,8 @@ def _core_budget(f: Any) -> None:
     needed = 2 * tokens * hidden * (experts + 3 * inner * top_k)
     expect_at_most(flops.get_total_flops(), round(1.1 * needed), "FLOPs: the router, and two experts for each of 64 tokens")
     expect_at_most(products.count, 2 * experts + 4, "matrix products for 64 tokens and 8 experts")
+    rows = tokens * top_k * 2 * inner * layer[0].itemsize
+    expect_at_most(products.largest, 4 * rows, "bytes of your largest tensor (a copy of an expert's weights for each token?)")
 
 
 CORE = Task(
@@ -230,7 +237,7 @@ def _break_chooses(f: Any) -> None:
 def _break_equal_bias(f: Any) -> None:
     logits = torch.randn(5, 6)
     for size in (0.5, -0.5):
-        _break_compare(f, logits, torch.full((6,), size), 3, f"a bias of {size} on every expert changes nothing")
+        _break_compare(f, logits, torch.full((6,), size), 3, f"a bias of {size} on every expert, which should change nothing")
 
 
 def _break_random(f: Any) -> None:
