@@ -15,7 +15,9 @@ from minillm.bench.quality import KVKind, make_kv
 from minillm.cache.kv_store import KVStore
 from minillm.engine.admission import TokenizerLike
 from minillm.engine.batch import ForwardBatch, Row
+from minillm.llm import LLM
 from minillm.model.transformer import Transformer
+from minillm.sampling_params import SamplingParams
 
 FACTS = (
     "The password of the old library is",
@@ -67,6 +69,14 @@ class Haystack:
     def found(self, logprobs: Tensor) -> int:
         """How many of the words are the likeliest among all that are hidden. logprobs [questions, vocab]."""
         return int((logprobs[:, self.answers].argmax(-1) == torch.arange(len(self.answers))).sum())
+
+    def recalled(self, llm: LLM) -> int:
+        """How many of the words an engine, as it is set up, writes first: the likeliest of the whole vocabulary. With a prefix
+        cache the text is computed once."""
+        greedy = SamplingParams(max_tokens=1, temperature=0, ignore_eos=True)
+        llm.generate(self.tokens, greedy)
+        outs = llm.generate([[*self.tokens, *question] for question in self.questions], greedy)
+        return sum(list(out.token_ids) == [answer] for out, answer in zip(outs, self.answers, strict=True))
 
 
 def haystack(tokenizer: TokenizerLike, length: int, seed: int = 0) -> Haystack:

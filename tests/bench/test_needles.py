@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from minillm import ModelConfig, Transformer
+from minillm import LLM, ModelConfig, Transformer
 from minillm.bench.needles import FACTS, ask, divergence, haystack
 from minillm.bench.quality import logprobs
 
@@ -55,3 +55,26 @@ def test_found_counts_the_words_that_are_likelier_than_the_other_hidden_ones():
     for i in range(8):
         scores[i, hay.answers[i if i < 5 else 0]] = 1.0
     assert hay.found(scores) == 5 and hay.chance == 1 / 8
+
+
+def test_recalled_counts_the_questions_that_an_engine_answers_with_the_hidden_word_itself():
+    hay = haystack(Letters(251), 120)
+    asked = [[*hay.tokens, *question] for question in hay.questions]
+
+    class Parrot:
+        """Answers every question with the first hidden word."""
+
+        def generate(self, prompts, params):
+            assert params.temperature == 0 and params.max_tokens == 1 and prompts in (hay.tokens, asked)
+            return [type("Out", (), {"token_ids": [hay.answers[0]]})() for _ in prompts]
+
+    hay.answers[:] = range(1, 9)
+    assert hay.recalled(Parrot()) == 1
+
+
+def test_an_engine_recalls_what_one_pass_over_text_and_question_makes_likeliest(model):
+    hay = haystack(Letters(251), 120)
+    likeliest = [int(row[-1].argmax()) for row in logprobs(model, [[*hay.tokens, *q] for q in hay.questions])]
+    hay.answers[:] = [token if i < 3 else (token + 1) % 256 for i, token in enumerate(likeliest)]
+    llm = LLM(model, dtype="float64", block_size=16, num_blocks=128, max_model_len=512, prefix_cache="radix")
+    assert hay.recalled(llm) == 3

@@ -15,7 +15,6 @@ from minillm.attention.torch_backend import TorchAttention
 from minillm.attention.window import SparseView
 from minillm.cache.kv_store import PlainKVStore
 from minillm.config import ModelConfig
-from minillm.course.labs.haystack import CODES, NAMES, Haystack, prose
 from minillm.course.panel import Panel
 from minillm.course.plots import lines
 from minillm.course.predictions import short
@@ -27,8 +26,6 @@ from minillm.perf.timing import Timing
 from minillm.perf.timing import measure as time_calls
 from minillm.perf.units import check_whole, format_time
 from minillm.perf.work import Work
-
-__all__ = ["CODES", "NAMES", "Haystack", "prose"]  # of the lesson too
 
 CONTEXTS = (1024, 2048, 4096, 8192, 16384)
 CHUNK, BLOCK, WINDOW = 512, 64, 64

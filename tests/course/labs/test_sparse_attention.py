@@ -12,7 +12,7 @@ from minillm.attention.indexer import BoundsIndexer, MeanIndexer
 from minillm.attention.window import SparseView
 from minillm.course.labs import sparse_attention as lab
 
-from ...strategies import FakeTokenizer, tiny_model
+from ...strategies import tiny_model
 
 SMALL = dataclasses.replace(lab.TINY, max_position=512)
 
@@ -79,26 +79,6 @@ def test_a_look_inside_shows_the_keys_of_the_layer_asked_for():
     assert q.shape == (5, 6, 4) and keys.shape == (5, 2, 4)
     other, _ = lab.look_inside(tiny_model(), [3, 4, 5, 6, 7], 0)
     assert not torch.equal(q, other)
-
-
-def test_a_haystack_has_every_needle_once_and_asks_for_each():
-    tokenizer = FakeTokenizer(pieces=tuple(bytes([i]) for i in range(256)))
-    hay = lab.Haystack.build(tokenizer, 1500, ["The sea was calm.", "Nobody came."])
-    for name, code in hay.answers.items():
-        assert hay.text.count(code) == 1 and hay.question(name).endswith(f"The secret code of {name} is")
-    assert len(lab.prose()) > 20
-
-
-def test_what_is_found_is_counted_by_the_code_in_the_answer():
-    class Parrot:
-        """Answers with the first code, whatever is asked."""
-
-        def generate(self, prompts, params):
-            return [type("Out", (), {"text": f" {lab.CODES[0]}."})() for _ in prompts]
-
-    hay = lab.Haystack("", dict(zip(lab.NAMES, lab.CODES)))
-    assert hay.found(Parrot()) == [True] + [False] * 7
-
 
 
 def test_the_panel_measures_each_point_once_and_says_what_it_counted(bench, monkeypatch):
