@@ -218,7 +218,7 @@ CORE = Task(
         "weight [out, in] → codes int8 [out, in], channel [out]; x [rows, in] → codes int8 [rows, in], token [rows, 1].\n"
         "torch._int_mm(x_codes, w_codes.t()) gives the sums, int32 [rows, out].",
         "s = (peak.clamp(min=1e-5) / weight.abs().amax(0).clamp(min=1e-5)).sqrt(); channel = (weight * s).abs().amax(1) / 127;\n"
-        "x = x / s; token = x.abs().amax(1, keepdim=True) / 127, and never 0; sums.float() * token * channel + bias.",
+        "x = x / s; token = x.abs().amax(1, keepdim=True) / 127, neither scale ever 0; sums.float() * token * channel + bias.",
     ),
     Seam("quantization", "linear layers", lambda cls: {"quantization": cls()}),
     (W8A8Linear, PlainLinear, quantise_rows, rounded_product, migration, search_migration),
