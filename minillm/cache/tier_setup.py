@@ -25,6 +25,7 @@ from minillm.model.transformer import Transformer
 from minillm.paths import cache_dir
 from minillm.perf.roofline import prefill_work
 from minillm.perf.transfer import Link, PrefillRate, load_or_recompute
+from minillm.quant.linear import Linear
 
 FORMAT = 2
 NEUTRAL = frozenset(
@@ -76,11 +77,14 @@ def disk_folder(options: EngineConfig, root: bytes, config: ModelConfig) -> Path
 def kv_fingerprint(
     model: Transformer, options: EngineConfig, store: KVStore, backend: AttentionBackend, block_size: int
 ) -> bytes:
-    """32 bytes that differ where KV would: weights, shape, precision, block size, store, and every option that is not known to
-    leave KV as it is."""
+    """32 bytes that differ where KV would: weights, how they are multiplied, shape, precision, block size, store, and every
+    option that is not known to leave KV as it is."""
     chosen = {f.name: _plain(getattr(options, f.name)) for f in dataclasses.fields(options) if f.name not in NEUTRAL}
     parts = FORMAT, model.config, model.dtype, block_size, store.bytes_per_token, _plain(store), _plain(backend), chosen
     digest = hashlib.sha256(repr(parts).encode())
+    # the same weights are not the same product where activations are rounded
+    methods = [(name, _plain(module.method)) for name, module in model.named_modules() if isinstance(module, Linear)]
+    digest.update(repr(methods).encode())
     for name, tensor in sorted(model.dense_weights().items()):
         digest.update(name.encode())
         digest.update(tensor.detach().cpu().contiguous().view(torch.uint8).numpy().data)

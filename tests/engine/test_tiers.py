@@ -13,6 +13,8 @@ from minillm.cache.kv_store import PlainKVStore
 from minillm.cache.tiers import AROUND, DiskTier, HostTier
 from minillm.engine.engine import Engine
 from minillm.model.transformer import Transformer
+from minillm.quant.config import QuantConfig
+from minillm.quant.quantise import quantise_model
 
 from ..cache.dict_prefix import DictPrefixCache
 from ..strategies import (
@@ -153,6 +155,17 @@ def test_kv_of_another_model_or_engine_is_never_found(tmp_path, change):
     llm = LLM(model, prefix_cache=DictPrefixCache(options["block_size"]), disk_cache=10**6, disk_folder=tmp_path, num_blocks=20,
               tier_policy="always", **options)  # fmt: skip
     assert llm.generate(A, SamplingParams(max_tokens=1))[0].num_loaded_tokens == 0
+
+
+def test_kv_of_the_same_weights_multiplied_in_another_way_is_never_found(tmp_path):
+    """The weights of "rtn" and "w8a8" are equal to the last bit; only the second rounds what they are multiplied by."""
+    grids = QuantConfig("rtn", bits=8, group=-1, symmetric=True), QuantConfig("w8a8", migration=None)
+    options = {"prefix_cache": "radix", "disk_cache": 10**6, "disk_folder": tmp_path, "cache_write": "through"}
+    fixed = {"num_blocks": 20, "block_size": B, "tier_policy": "always"}
+    ways = [(tiny_model(), {"quantization": grid}) for grid in grids] + [(quantise_model(tiny_model(), g), {}) for g in grids]
+    for model, how in ways:
+        found = [LLM(model, **options, **fixed, **how).generate(A, SamplingParams(max_tokens=1)) for _ in range(2)]
+        assert [outs[0].num_loaded_tokens for outs in found] == [0, 12], "its own is found again"
 
 
 def test_a_preempted_request_loads_its_own_old_blocks():
