@@ -50,7 +50,9 @@ INDEXERS: dict[str, type[BoundsIndexer] | type[MeanIndexer]] = {"bounds": Bounds
 
 def grouped_products(q: Tensor, keys: Tensor) -> Tensor:
     """Dot products of each query head with its KV head's vectors. q [rows, queries, heads, width], keys [rows, n, kv_heads,
-    width] → [rows, queries, heads, n]."""
+    width] → [rows, queries, heads, n], in at least 32 bits where they could be too large for float16."""
+    if q.dtype == torch.float16:
+        q, keys = q.float(), keys.float()
     rows, queries, heads, width = q.shape
     kv_heads = keys.shape[2]
     q = q.unflatten(2, (kv_heads, -1)).transpose(1, 2).reshape(rows, kv_heads, -1, width)
@@ -59,14 +61,21 @@ def grouped_products(q: Tensor, keys: Tensor) -> Tensor:
 
 
 def best_blocks(scores: Tensor, candidates: Tensor, k: int) -> Tensor:
-    """The k blocks that a query's heads want most, [rows, queries, k] int64, ascending; of equal ones the earlier.
+    """The k blocks that a query's heads want most, [rows, queries, k] int64, ascending; of equal ones the earlier. Always
+    candidates, also where scores are not finite: NaN counts as the least.
 
     scores [rows, queries, heads, blocks]; candidates [rows, queries, blocks] bool, more than k for every query. One choice serves
     all heads: each head spreads one unit of attention over the candidates (a softmax), and what a block gets of all heads counts.
     Logarithms keep shares apart that would vanish beside the largest.
     """
+    if scores.dim() != 4 or (*scores.shape[:2], scores.shape[3]) != candidates.shape:
+        rows, queries, blocks = candidates.shape
+        shape = f"[rows, queries, heads, blocks], here ({rows}, {queries}, heads, {blocks})"
+        raise ValueError(f"score gives {shape}; got {tuple(scores.shape)}")
     exact = torch.promote_types(scores.dtype, torch.float32)
-    shares = scores.to(exact).masked_fill(~candidates.unsqueeze(2), -math.inf).log_softmax(-1)
+    most = torch.finfo(exact).max / 4  # differences of such scores are still numbers
+    finite = scores.to(exact).nan_to_num(-most, most, -most).clamp(-most, most)
+    shares = finite.masked_fill(~candidates.unsqueeze(2), -math.inf).log_softmax(-1)
     wanted = shares.logsumexp(2)
     values, best = wanted.topk(k + 1, dim=-1)
     if not bool((values[..., k - 1] == values[..., k]).any()):

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from minillm import LLM, EngineConfig, ModelConfig, SamplingParams, Transformer
 from minillm.attention import pairs, sparse
-from minillm.attention.indexer import BoundsIndexer
+from minillm.attention.indexer import BoundsIndexer, best_blocks
 from minillm.cache.tiers import HostTier
 from minillm.engine.engine import Engine
 
@@ -276,3 +276,44 @@ def test_an_indexer_of_ones_own_without_sparse_blocks_waits():
 def test_a_model_with_a_window_of_its_own_is_refused():
     with pytest.raises(ValueError, match="tiny has a sliding window of 4"):
         tiny_engine(3, 4, sparse_blocks=2)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+def test_scores_that_are_not_finite_choose_candidates_and_disturb_no_other_row(bad):
+    scores, candidates = torch.zeros(2, 1, 2, 6), torch.tensor([[[True] * 4 + [False] * 2]]).expand(2, -1, -1)
+    scores[1, 0, :, 2:4] = 1.0
+    scores[0, 0, 0] = bad
+    assert best_blocks(scores, candidates, 2).tolist() == [[[0, 1]], [[2, 3]]]
+    scores[0, 0, :, 3] = 0.0 if bad < 0 else bad
+    assert best_blocks(scores, candidates, 3)[0].max() < 4
+
+
+@pytest.mark.parametrize("indexer", ["bounds", "mean"])
+@pytest.mark.parametrize("few", [0, 16])
+def test_logits_beyond_float16_choose_as_in_32_bits(indexer, few):
+    model = Transformer.random(tiny_model(3).config, seed=1)
+    for layer in model.layers:  # a query's product with a key is some 10^5
+        layer.attention.q_norm.weight.mul_(400)
+        layer.attention.k_norm.weight.mul_(400)
+    chosen, choose = [], sparse.best_blocks
+
+    def noted(scores, candidates, k):
+        chosen.append(scores.masked_select(candidates.unsqueeze(2)))
+        return choose(scores, candidates, k)
+
+    with patch.object(sparse, "FEW", few), patch.object(sparse, "best_blocks", noted), patch.object(pairs, "best_blocks", noted):
+        llm = LLM(model, dtype="float16", num_blocks=40, block_size=2, sparse_blocks=2, sparse_window=2, sparse_indexer=indexer)
+        outs = llm.generate([LONG[:20], [5] * 20], SamplingParams(max_tokens=6, **IGNORE))
+    assert all(len(out.token_ids) == 6 for out in outs)
+    assert all(scores.isfinite().all() for scores in chosen) and max(float(s.abs().max()) for s in chosen) > 2**15
+
+
+def test_an_indexer_whose_scores_have_another_shape_is_named_with_both():
+    class Flat(BoundsIndexer):
+        def score(self, q, summaries):
+            return super().score(q, summaries).sum(2)
+
+    llm = LLM(tiny_model(), num_blocks=64, block_size=4, sparse_blocks=2, sparse_window=2, sparse_indexer=Flat())
+    with pytest.raises(ValueError, match=r"score gives \[rows, queries, heads, blocks\], here .*; got"):
+        llm.generate(LONG[:20], SamplingParams(max_tokens=4, **IGNORE))
+    assert_empty(llm)
