@@ -28,6 +28,8 @@ class MLAConfig:
             absent = name == "q_rank" and value is None
             if not absent and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
                 raise ValueError(f"{name} of latent attention must be a whole number of at least 1, got {value!r}")
+        if not isinstance(self.interleaved, bool):
+            raise ValueError(f"interleaved of latent attention must be True or False, got {self.interleaved!r:.60}")
         if self.rope_dim % 2:
             raise ValueError(f"rope_dim of latent attention must be even for rotary embeddings, got {self.rope_dim}")
 

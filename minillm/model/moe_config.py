@@ -41,8 +41,14 @@ class MoEConfig:
             raise ValueError(f"shared_size must be a whole number of at least 0, got {self.shared_size!r}")
         if self.scoring not in ("softmax", "sigmoid"):
             raise ValueError(f"scoring must be 'softmax' or 'sigmoid', got {self.scoring!r}")
-        if not 0 < self.scale < 1e300:
-            raise ValueError(f"scale must be a positive, finite number, got {self.scale!r}")
+        for name in ("renormalise", "selection_bias"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"{name} must be True or False, got {getattr(self, name)!r:.60}")
+        layers = self.dense_layers
+        if not isinstance(layers, tuple) or not all(type(i) is int for i in layers):
+            raise ValueError(f"dense_layers must be a tuple of whole numbers, got {layers!r:.60}")
+        if isinstance(self.scale, bool) or not isinstance(self.scale, (int, float)) or not 0 < self.scale < 1e300:
+            raise ValueError(f"scale must be a positive, finite number, got {self.scale!r:.60}")
         if self.top_groups > self.num_groups or self.num_experts % self.num_groups:
             raise ValueError(f"{self.num_experts} experts cannot be chosen from {self.top_groups} of {self.num_groups} groups")
         if self.top_k > self.candidates:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from dataclasses import dataclass
 from typing import Any, Callable, Sequence, Union
 
@@ -69,13 +70,20 @@ def calibration_rows(
                 )
             ids = list(tokenizer.encode(text))
         else:
-            ids = [int(i) for i in text]
+            ids = _whole(text)
         bad = [i for i in ids if not 0 <= i < vocab]
         if bad or not ids:
             raise ValueError(f"calibration must hold token ids in 0..{vocab - 1}, got {bad[0] if bad else 'an empty row'}")
         rows += [ids[i : i + length] for i in range(0, len(ids), length)]
     # an even choice where there is too much
     return [rows[i * len(rows) // MAX_ROWS] for i in range(MAX_ROWS)] if len(rows) > MAX_ROWS else rows
+
+
+def _whole(ids: Sequence[int]) -> list[int]:
+    try:
+        return [operator.index(i) for i in ids]
+    except TypeError:
+        raise ValueError(f"calibration must hold texts or lists of token ids, got {ids!r:.60}") from None
 
 
 @torch.inference_mode()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal, Sequence, Union
+from typing import Any, Collection, Iterable, Literal, Mapping, Sequence, Union
 
 METHODS = ("rtn", "awq", "gptq", "w8a8", "fp8")
 BITS = (2, 3, 4, 8)
@@ -69,7 +69,7 @@ class QuantConfig:
             raise ValueError(f"kernel must be one of {', '.join(map(repr, KERNELS))}, got {self.kernel!r:.60}")
         if self.kernel == "triton" and self.bits != 4:
             raise ValueError(f"kernel='triton' multiplies by 4 bits, got bits={self.bits}")
-        if self.calibration is not None and (isinstance(self.calibration, str) or not len(self.calibration)):
+        if self.calibration is not None and not _are_texts(self.calibration):
             raise ValueError(f"calibration must be a list of at least one text or list of ids, got {self.calibration!r:.60}")
         strength = self.migration
         if strength is not None and strength != "search" and not _is_share(strength):
@@ -90,6 +90,13 @@ class QuantConfig:
     @property
     def _head(self) -> str:
         return "head as it was" if self.head_bits is None else f"head in {self.head_bits} bits"
+
+
+def _are_texts(value: Any) -> bool:
+    """Whether it holds texts or rows of token ids, at least one."""
+    if isinstance(value, (str, bytes, Mapping)) or not isinstance(value, Collection) or not len(value):
+        return False
+    return all(isinstance(text, str) or (isinstance(text, Iterable) and not isinstance(text, bytes)) for text in value)
 
 
 def _is_count(value: Any) -> bool:

@@ -81,7 +81,10 @@ def quantise_model(
     without a tokenizer, weights that are not finite.
     """
     if model.config.mla is not None:
-        raise ValueError(f"quantization={config.method!r} fits layers with KV heads, not latent attention; leave None")
+        raise ValueError(
+            f"{config.method!r} quantises layers with KV heads, and {model.config.name} has latent attention: leave its weights "
+            f"as they are"
+        )
     dtype, device = dtype or model.dtype, device or model.device
     fitted = fit(model, config, tokenizer)
     weights = {name: t.to(device=device, dtype=dtype) for name, t in fitted.weights.items()}
@@ -110,10 +113,11 @@ def describe(model: Transformer, config: QuantConfig) -> str:
 def fit(model: Transformer, config: QuantConfig, tokenizer: TokenizerLike | None = None) -> Fitted:
     """Codes for every linear layer but the head, found in float32 (float64 for a float64 model)."""
     precise = torch.float64 if model.dtype == torch.float64 else torch.float32
-    if model.config.moe is not None and config.method not in ("rtn", "fp8"):
+    fits_nothing = config.method in ("rtn", "fp8") or (config.method == "w8a8" and config.migration is None)
+    if model.config.moe is not None and not fits_nothing:
         raise ValueError(
             f"quantization={config.method!r} fits a layer to what it is fed, and a calibration text feeds some of the experts of "
-            f"{model.config.name} next to nothing: choose 'rtn' or 'fp8'"
+            f"{model.config.name} next to nothing: choose 'rtn', 'fp8' or QuantConfig('w8a8', migration=None)"
         )
     work = model.converted(precise, model.device, PlainLinear())
     layers = [(f"model.layers.{i}", layer) for i, layer in enumerate(work.layers)]
@@ -121,10 +125,10 @@ def fit(model: Transformer, config: QuantConfig, tokenizer: TokenizerLike | None
     for full, linear in linears.items():  # before anything is run
         group_size(linear.in_features, config.group, full)
     fitted = Fitted({})
-    if config.method == "rtn" or (config.method == "w8a8" and config.migration is None):
+    if fits_nothing and config.method != "fp8":
         for full, linear in linears.items():
             fitted.codes[full] = quantise(linear.weight, config.bits, config.group, config.symmetric, full)
-    elif config.method != "fp8":
+    elif not fits_nothing:
         step = {"awq": _fit_awq, "gptq": _fit_gptq, "w8a8": _fit_w8a8}[config.method]
         layer_by_layer(work, calibration_rows(config.calibration, tokenizer, work), partial(step, work, config, fitted))
     fitted.weights = work.dense_weights()

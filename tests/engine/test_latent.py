@@ -12,6 +12,7 @@ from minillm.attention.torch_backend import TorchAttention
 from minillm.cache.block_io import BlockIO
 from minillm.cache.latent_kv import LatentKVStore
 from minillm.config import ModelConfig
+from minillm.model.mla_config import MLAConfig
 from minillm.model.presets import preset
 from minillm.perf.hardware import card
 from minillm.perf.plan import plan
@@ -169,8 +170,19 @@ def test_what_it_cannot_be_combined_with_is_refused_by_name(options, message):
 @pytest.mark.parametrize("method", ["rtn", "awq", "w8a8"])
 def test_quantised_weights_are_refused(method):
     config = QuantConfig(method, 8, -1, True) if method == "w8a8" else QuantConfig(method, group=-1)
-    with pytest.raises(ValueError, match=f"quantization='{method}' fits layers with KV heads"):
+    with pytest.raises(ValueError, match=f"'{method}' quantises layers with KV heads, and tiny has latent"):
         LLM(tiny_model(LATENT[0]), quantization=config)
+
+
+def test_a_copy_in_few_bits_cannot_draft_and_the_refusal_names_no_option_that_was_not_given():
+    with pytest.raises(ValueError, match="tiny has latent attention") as refusal:
+        tiny_engine(LATENT[0], speculative="draft", draft_model="int8")
+    assert "quantization=" not in str(refusal.value)
+
+
+def test_how_a_checkpoint_stores_rotated_dimensions_is_true_or_false():
+    with pytest.raises(ValueError, match="interleaved .* must be True or False, got 'no'"):
+        MLAConfig(7, None, 3, 4, 5, interleaved="no")
 
 
 def test_a_linear_method_of_ones_own_serves_all_but_the_up_projection():

@@ -11,6 +11,7 @@ from minillm import LLM, ModelConfig, SamplingParams, Transformer
 from minillm.model.moe_config import MoEConfig
 from minillm.perf.roofline import decode_work
 from minillm.quant.awq_checkpoint import save_awq
+from minillm.quant.config import QuantConfig
 from minillm.quant.linear import PlainLinear
 
 from ..strategies import EXPERTS, reference, run_to_end, tiny_engine, tiny_llm, tiny_model
@@ -119,6 +120,13 @@ def test_fp8_packs_every_expert() -> None:
     assert packed.generate([4, 5], LONG)[0].finish_reason == "length"
     held = packed.model.layers[1].mlp.down.linears[3]._buffers
     assert held["e4m3"].dtype == torch.float8_e4m3fn
+
+
+def test_w8a8_without_migration_fits_nothing_and_packs_every_expert() -> None:
+    packed = LLM(WIDE, num_blocks=20, quantization=QuantConfig("w8a8", migration=None))
+    assert packed.generate([4, 5], LONG)[0].finish_reason == "length"
+    held = packed.model.layers[1].mlp.down.linears[3]._buffers
+    assert held["codes"].dtype == torch.int8 and packed.meter.flops["int8"] > 0
 
 
 @pytest.mark.parametrize("method", ["awq", "gptq", "w8a8"])

@@ -297,6 +297,9 @@ def test_a_model_of_some_layers_knows_which_of_them_are_dense() -> None:
     [
         ({"num_experts": 0}, "num_experts"), ({"top_k": 9}, "9"), ({"top_k": True}, "True"), ({"scoring": "relu"}, "relu"),
         ({"num_groups": 3}, "3 groups"), ({"num_groups": 2, "top_groups": 3}, "3 of 2"), ({"scale": 0.0}, "0.0"),
+        ({"scale": "2"}, "'2'"), ({"scale": None}, "None"), ({"scale": True}, "True"), ({"renormalise": "no"}, "'no'"),
+        ({"selection_bias": 1}, "selection_bias"), ({"dense_layers": [0]}, "tuple"), ({"dense_layers": ("0",)}, "'0'"),
+        ({"dense_layers": 1}, "got 1"), ({"dense_layers": (True,)}, "True"),
         ({"shared_size": -1}, "-1"), ({"num_groups": 4, "top_groups": 1, "top_k": 3}, "2 experts"),
     ],
 )  # fmt: skip

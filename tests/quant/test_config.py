@@ -18,6 +18,8 @@ from minillm.quant.linear import PlainLinear
         ({"group": 0}, "group must be a whole number of at least 1, or -1 for one per channel, got 0"), ({"group": -2}, "got -2"),
         ({"group": 32.0}, "32.0"), ({"group": None}, "None"), ({"symmetric": 1}, "symmetric must be True or False, got 1"),
         ({"dense_from": 0}, "dense_from must be a whole number of at least 1, None or 'auto', got 0"), ({"dense_from": "never"}, "never"),
+        ({"calibration": 5}, "calibration must be .*, got 5"), ({"calibration": [5, 6]}, "calibration must be .*5, 6"),
+        ({"calibration": [None]}, "calibration must be .*None"), ({"calibration": b"ab"}, "calibration must be"),
         ({"method": "w8a8", "bits": 4}, "bits of 'w8a8' is always 8, got 4"), ({"method": "fp8", "group": 64}, "group of 'fp8' is always -1, got 64"),
         ({"method": "w8a8", "symmetric": False}, "symmetric of 'w8a8' is always True, got False"),
         ({"migration": 1.1}, "migration must be 0 to 1, None or 'search', got 1.1"), ({"migration": True}, "got True"), ({"migration": "most"}, "most"),

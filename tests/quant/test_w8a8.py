@@ -305,3 +305,9 @@ def test_calibration_is_asked_for_as_by_the_other_methods(small):
         LLM(small, quantization="w8a8")
     LLM(small, quantization=QuantConfig("w8a8", migration=None), num_blocks=20)
     assert quantise_model(small, QuantConfig("fp8")).storage.startswith("FP8, e4m3 weights")
+
+
+@pytest.mark.parametrize("row", [["a"], [1.5, 2], [None]])
+def test_calibration_on_what_is_no_token_id_is_refused(small, row):
+    with pytest.raises(ValueError, match="calibration must hold texts or lists of token ids, got"):
+        fit(small, QuantConfig("w8a8", calibration=[row]))
