@@ -17,7 +17,7 @@ def test_the_panel_of_the_lesson_follows_its_sliders(open_notebook: Callable[...
 
     book = open_notebook("2_sparse_attention.ipynb", CHAPTER)
     book.run_all()
-    panel = book.cell("lab.sparse_panel(bench)")
+    panel = book.cell("lab.sparse_panel(bench")
     said, image = panel.locator(".verdict"), panel.locator(".widget-image").first
     expect(said).to_contain_text("context 8,192, 8 blocks", timeout=MEASURED_MS)
     expect(said).to_contain_text("times as fast", timeout=MEASURED_MS)

@@ -204,9 +204,12 @@ def explain(bench: Bench, context: int, blocks: int, found: Mapping[str, Timing]
     return f"<span class='verdict'>{' '.join(said)}</span>"
 
 
-def sparse_panel(bench: Bench, context: int = 8192, blocks: int = 8) -> Panel:
-    """Sliders for the context and the number of blocks; each point is measured and stays."""
-    kept: dict[tuple[int, int], dict[str, Timing]] = {}
+def sparse_panel(
+    bench: Bench, context: int = 8192, blocks: int = 8, seen: Mapping[int, Mapping[str, Timing]] | None = None
+) -> Panel:
+    """Sliders for the context and the number of blocks; each point is measured and stays. seen: {context: timings} of ``blocks``
+    blocks that were measured before."""
+    kept = {(n, blocks): dict(timings) for n, timings in (seen or {}).items()}
 
     def run(job: Any, context: int, blocks: int) -> dict[str, Timing]:
         found = kept.get((context, blocks))
@@ -224,7 +227,8 @@ def sparse_panel(bench: Bench, context: int = 8192, blocks: int = 8) -> Panel:
                 points = shown.setdefault(label, [])
                 if not any(p[0] == n for p in points):
                     points.append((n, 1e3 * timing.median, 1e3 * timing.p10, 1e3 * timing.p90))
-        picture = lines(shown or {"dense": []}, "context, tokens", "a decoding step, ms", logx=True) if shown else _empty()
+        here = {"here": float(values["context"])}
+        picture = lines(shown, "context, tokens", "a decoding step, ms", logx=True, marks=here) if shown else _empty()
         return picture, explain(bench, values["context"], values["blocks"], found)
 
     controls = {

@@ -93,3 +93,19 @@ def test_the_panel_measures_each_point_once_and_says_what_it_counted(bench, monk
         assert "context 128" in panel.verdict.value and panel.picture.value != before
     finally:
         panel.close()
+
+
+def test_the_panel_takes_over_what_was_measured_before_and_measures_no_such_point_again(bench, monkeypatch):
+    monkeypatch.setattr(lab, "CONTEXTS", (128, 256))
+    seen = {n: {name: bench.seconds(k, n, repeats=1) for name, k in (("dense", None), ("sparse", 2))} for n in (128, 256)}
+    monkeypatch.setattr(bench, "seconds", lambda *_, **__: pytest.fail("measured again"))
+    panel = lab.sparse_panel(bench, context=256, blocks=2, seen=seen)
+    try:
+        panel.wait()
+        before = panel.picture.value
+        assert "times as fast" in panel.verdict.value
+        panel["context"].value = 128
+        panel.wait()
+        assert "times as fast" in panel.verdict.value and panel.picture.value != before
+    finally:
+        panel.close()
