@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import linecache
-import sys
-import types
 from pathlib import Path
 
 import pytest
@@ -14,10 +11,11 @@ import torch
 from minillm import SamplingParams
 from minillm.course.checks import CheckFailed, check
 from minillm.course.mine import mine, rooms
-from minillm.course.progress import Progress
 from minillm.course.tasks import ex_1_1
 from minillm.course.tasks.ex_1_1 import BREAK, CORE, TASKS, TINY, Traffic
 from minillm.model.transformer import Transformer
+
+from .conftest import written
 
 ANSWER = """import torch
 
@@ -36,22 +34,6 @@ class MyStore:
     def read(self, layer, slots):
         return self.table[0, layer, slots], self.table[1, layer, slots]
 """
-
-
-@pytest.fixture
-def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Progress:
-    monkeypatch.setenv("MINILLM_PROGRESS_DIR", str(tmp_path / "progress"))
-    return Progress(tmp_path / "progress")
-
-
-def written(text: str, name: str):
-    """A class as if it had been written in a notebook."""
-    module = types.ModuleType("learner")
-    sys.modules["learner"] = module
-    file = "<learner>"
-    linecache.cache[file] = (len(text), None, text.splitlines(keepends=True), file)
-    exec(compile(text, file, "exec"), vars(module))
-    return getattr(module, name)
 
 
 def test_mine_answers_with_the_learners_store(store, capsys):

@@ -14,19 +14,12 @@ import pytest
 from minillm import SamplingParams
 from minillm.course.checks import CheckFailed, check
 from minillm.course.mine import mine, rooms
-from minillm.course.progress import Progress
 from minillm.course.tasks import ex_1_2
 from minillm.course.tasks.ex_1_1 import TINY
 from minillm.course.tasks.ex_1_2 import BREAK, CORE, TASKS, Chains, Prefixes, Token
 from minillm.model.transformer import Transformer
 
 ROOM = {"prefix cache": "minillm"}
-
-
-@pytest.fixture
-def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Progress:
-    monkeypatch.setenv("MINILLM_PROGRESS_DIR", str(tmp_path / "progress"))
-    return Progress(tmp_path / "progress")
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""Exercise 1.3 beyond what tests/notebooks proves of every exercise: its oracle is the engine's rule, and mine() uses the answer."""
+"""Exercise 1.3 beyond what tests/notebooks proves of every exercise: its oracle is the engine's rule; mine() uses the answer."""
 
 from __future__ import annotations
 

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import linecache
-import sys
-import types
 from pathlib import Path
 
 import pytest
@@ -12,18 +9,13 @@ import pytest
 from minillm import SamplingParams
 from minillm.course.checks import CheckFailed, check
 from minillm.course.mine import mine
-from minillm.course.progress import Progress
 from minillm.course.tasks.ex_2_2 import BREAK, CORE, TASKS, TINY, keys_oracle
 from minillm.model.transformer import Transformer
 
+from .conftest import written
+
 WRONG = Path(__file__).parents[1] / "notebooks" / "wrong" / "ex_2_2.py"
 PROMPT = [(7 * i + i * i) % 59 + 1 for i in range(60)]
-
-
-@pytest.fixture
-def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Progress:
-    monkeypatch.setenv("MINILLM_PROGRESS_DIR", str(tmp_path / "progress"))
-    return Progress(tmp_path / "progress")
 
 
 @pytest.fixture
@@ -32,11 +24,7 @@ def right():
     text = WRONG.read_text(encoding="utf-8")
     start = text.index("class Right:")
     source = "import math\n\nimport torch\n\n\n" + text[start : text.index("class OneRowOfNumbers")]
-    module = types.ModuleType("learner")
-    sys.modules["learner"] = module
-    linecache.cache["<learner>"] = (len(source), None, source.splitlines(keepends=True), "<learner>")
-    exec(compile(source, "<learner>", "exec"), vars(module))
-    return module.Right
+    return written(source, "Right")
 
 
 def test_mine_reads_the_blocks_of_the_learners_indexer_where_sparse_blocks_are_asked_for(store, right, capsys):

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import linecache
-import sys
-import types
 from pathlib import Path
 
 import pytest
@@ -14,17 +11,12 @@ import torch
 from minillm import SamplingParams
 from minillm.course.checks import CheckFailed, check
 from minillm.course.mine import mine
-from minillm.course.progress import Progress
 from minillm.course.tasks.ex_3_2 import BREAK, CORE, TASKS, TINY
 from minillm.model.transformer import Transformer
 
+from .conftest import written
+
 WRONG = Path(__file__).parents[1] / "notebooks" / "wrong" / "ex_3_2.py"
-
-
-@pytest.fixture
-def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Progress:
-    monkeypatch.setenv("MINILLM_PROGRESS_DIR", str(tmp_path / "progress"))
-    return Progress(tmp_path / "progress")
 
 
 @pytest.fixture
@@ -33,11 +25,7 @@ def right():
     text = WRONG.read_text(encoding="utf-8")
     start = text.index("class Right:")
     source = "import torch\nimport torch.nn.functional as F\n\n\n" + text[start : text.index("class Transposed")]
-    module = types.ModuleType("learner")
-    sys.modules["learner"] = module
-    linecache.cache["<learner>"] = (len(source), None, source.splitlines(keepends=True), "<learner>")
-    exec(compile(source, "<learner>", "exec"), vars(module))
-    return module.Right
+    return written(source, "Right")
 
 
 def test_mine_answers_with_the_learners_layers(store, right, capsys):

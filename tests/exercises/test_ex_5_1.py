@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import linecache
-import sys
-import types
 from pathlib import Path
 
 import pytest
@@ -13,9 +10,10 @@ import pytest
 from minillm import SamplingParams
 from minillm.course.checks import CheckFailed, check, run_checks
 from minillm.course.mine import mine, rooms
-from minillm.course.progress import Progress
 from minillm.course.tasks.ex_5_1 import BREAK, CORE, TASKS, TINY, Long
 from minillm.model.transformer import Transformer
+
+from .conftest import written
 
 ANSWER = """class MyPolicy:
     def grants(self, running, waiting, budget, limit):
@@ -32,22 +30,6 @@ ANSWER = """class MyPolicy:
             budget -= answer[-1]
         return answer
 """
-
-
-@pytest.fixture
-def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Progress:
-    monkeypatch.setenv("MINILLM_PROGRESS_DIR", str(tmp_path / "progress"))
-    return Progress(tmp_path / "progress")
-
-
-def written(text: str, name: str):
-    """A class as if it had been written in a notebook."""
-    module = types.ModuleType("learner")
-    sys.modules["learner"] = module
-    file = "<learner 5.1>"
-    linecache.cache[file] = (len(text), None, text.splitlines(keepends=True), file)
-    exec(compile(text, file, "exec"), vars(module))
-    return getattr(module, name)
 
 
 def test_mine_schedules_by_the_learners_policy(store, capsys):

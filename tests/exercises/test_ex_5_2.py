@@ -2,12 +2,6 @@
 
 from __future__ import annotations
 
-import linecache
-import sys
-import types
-from pathlib import Path
-from typing import Any
-
 import pytest
 
 from minillm import SamplingParams
@@ -18,6 +12,8 @@ from minillm.course.tasks import ex_5_2
 from minillm.course.tasks.ex_5_2 import CORE, TASKS, TINY
 from minillm.engine.policies import Continuous
 from minillm.model.transformer import Transformer
+
+from .conftest import written
 
 ANSWER = """class MyBudget:
     def grants(self, running, waiting, budget, limit):
@@ -33,22 +29,6 @@ ANSWER = """class MyBudget:
             budget -= out[-1]
         return out
 """
-
-
-@pytest.fixture
-def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Progress:
-    monkeypatch.setenv("MINILLM_PROGRESS_DIR", str(tmp_path / "progress"))
-    return Progress(tmp_path / "progress")
-
-
-def written(text: str, name: str) -> Any:
-    """A class as if it had been written in a notebook."""
-    module = types.ModuleType("learner")
-    sys.modules["learner"] = module
-    file = "<learner>"
-    linecache.cache[file] = (len(text), None, text.splitlines(keepends=True), file)
-    exec(compile(text, file, "exec"), vars(module))
-    return getattr(module, name)
 
 
 def test_mine_schedules_with_the_learners_policy(store: Progress, capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import linecache
-import sys
-import types
 from pathlib import Path
 
 import pytest
@@ -14,6 +11,8 @@ from minillm.course.checks import check
 from minillm.course.mine import mine, rooms
 from minillm.course.progress import Progress
 from minillm.course.tasks.ex_5_3 import CORE, TASKS, TINY, _spans
+
+from .conftest import written
 
 ANSWER = """from dataclasses import replace
 
@@ -32,16 +31,6 @@ class MyPadding:
         lens = {"q_lens": batch.q_lens + ones, "kv_lens": batch.kv_lens + ones}
         return replace(batch, **tensors, **lens, tables=tables, num_padding=batch.num_padding + more)
 """
-
-
-def written(text: str, name: str):
-    """A class as if it had been written in a notebook."""
-    module = types.ModuleType("learner_5_3")
-    sys.modules["learner_5_3"] = module
-    file = "<learner 5.3>"
-    linecache.cache[file] = (len(text), None, text.splitlines(keepends=True), file)
-    exec(compile(text, file, "exec"), vars(module))
-    return getattr(module, name)
 
 
 def test_mine_replays_in_the_learners_sizes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:

@@ -13,7 +13,7 @@ from minillm.course.tasks.ex_6_1 import CORE, PROMPTS, STRETCH, TASKS, TINY, _tr
 from minillm.model.transformer import Transformer
 from minillm.spec.verify import accept_or_replace
 
-from .test_ex_5_2 import store, written  # noqa: F401
+from .conftest import written
 
 ANSWER = """from minillm.spec.draft import Draft
 
@@ -37,7 +37,7 @@ class MyDrafter:
 """
 
 
-def test_mine_drafts_and_judges_with_the_learners_code(store: Progress, capsys: pytest.CaptureFixture[str]) -> None:  # noqa: F811
+def test_mine_drafts_and_judges_with_the_learners_code(store: Progress, capsys: pytest.CaptureFixture[str]) -> None:
     model, params = Transformer.random(TINY), SamplingParams(max_tokens=30, ignore_eos=True)
     options = {"dtype": "float64", "num_blocks": 40, "progress": store, "tasks": TASKS}
     assert rooms(store, TASKS) == {"accept rule": "minillm", "drafter": "minillm"}
