@@ -59,7 +59,7 @@ class ForwardBatch:
     block_size: int
     logit_indices: Tensor
     num_padding: int = 0
-    loads: ExpertLoads = field(default_factory=ExpertLoads)
+    loads: ExpertLoads = field(default_factory=ExpertLoads, compare=False)
 
     @property
     def num_tokens(self) -> int:
