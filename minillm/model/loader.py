@@ -87,11 +87,16 @@ def _from_folder(folder: Path, name: str) -> Checkpoint:
         hint = f"; it holds {files[0]}: give that file" if files else ""
         raise FileNotFoundError(f"{folder} has no config.json{hint}")
     tokenizer = Tokenizer.from_folder(folder) if (folder / "tokenizer.json").is_file() else None
+    config = ModelConfig.from_hf(folder_config(folder, tokenizer), name)
+    weights = SafetensorsWeights(weight_files(folder), config)
+    return Checkpoint(config, weights, tokenizer, name, "" if tokenizer else "no tokenizer.json: serves token ids only")
+
+
+def folder_config(folder: Path, tokenizer: Tokenizer | None = None) -> dict[str, Any]:
+    """A folder's config.json, with all ids that end a text: other files may name more, or the only ones."""
     raw = read_json(folder / "config.json")
     ends = [*_ids(raw), *_ids(read_json(folder / "generation_config.json"))] or (tokenizer.eos_token_ids if tokenizer else ())
-    config = ModelConfig.from_hf({**raw, "eos_token_id": list(dict.fromkeys(ends))} if ends else raw, name)
-    weights = SafetensorsWeights(_weight_files(folder), config)
-    return Checkpoint(config, weights, tokenizer, name, "" if tokenizer else "no tokenizer.json: serves token ids only")
+    return {**raw, "eos_token_id": list(dict.fromkeys(ends))} if ends else raw
 
 
 def _ids(raw: Mapping[str, Any]) -> list[Any]:
@@ -100,7 +105,7 @@ def _ids(raw: Mapping[str, Any]) -> list[Any]:
     return [] if value is None else value if isinstance(value, list) else [value]
 
 
-def _weight_files(folder: Path) -> dict[Path, set[str] | None]:
+def weight_files(folder: Path) -> dict[Path, set[str] | None]:
     """The safetensors files of a folder, with the tensors that an index expects in each, or None without an index."""
     single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
     if single.is_file():

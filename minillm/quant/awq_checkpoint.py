@@ -11,15 +11,17 @@ from pathlib import Path
 from typing import Any, Iterable, Literal, cast
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
 from minillm.config import ARCHITECTURES, ModelConfig
-from minillm.model.transformer import EMBED, FUSED, HEAD, NORM, Layer, Transformer
+from minillm.model.files import check_depth, check_tensors
+from minillm.model.loader import folder_config, weight_files
+from minillm.model.transformer import EMBED, FUSED, HEAD, NORM, Layer, Transformer, expected_shapes
 from minillm.quant.calibrate import LINEARS
 from minillm.quant.config import QuantConfig
-from minillm.quant.grid import Codes
+from minillm.quant.grid import Codes, group_size
 from minillm.quant.group_linear import GroupLinear
 from minillm.quant.words import pack_words, unpack_words
 
@@ -140,54 +142,89 @@ def load_awq(
     """The model in a folder that save_awq or AutoAWQ wrote: its codes as they are, everything else in dtype; kernel as in
     QuantConfig.
 
-    ValueError: another format, a missing tensor, a wrong shape.
+    ValueError: another format, a damaged file, a tensor that is missing, of a wrong shape or dtype, or one too many.
     """
-    folder = Path(folder)
-    raw = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    if not is_awq(raw):
-        raise ValueError(f"{folder} holds no AWQ weights of 4 bits: it has {raw.get('quantization_config')!r:.80}")
-    quant = raw["quantization_config"]
-    if quant.get("version", "gemm") != "gemm":
-        raise ValueError(f"{folder} is in the AWQ layout {quant.get('version')!r}; minillm reads 'gemm'")
-    config = ModelConfig.from_hf({k: v for k, v in raw.items() if k != "quantization_config"}, folder.name)
-    if config.moe is not None:
-        raise ValueError(f"{folder} is a mixture of experts, which minillm does not read from the AWQ layout")
-    tensors: dict[str, Tensor] = {}
-    for path in sorted(folder.glob("*.safetensors")):
-        with safe_open(path, framework="pt") as file:
-            tensors.update({name: file.get_tensor(name) for name in file.keys()})  # noqa: SIM118
     from minillm.quant.quantise import QuantMethods, describe
 
-    group = int(quant.get("group_size", 128))
-    chosen = QuantConfig("awq", 4, group, bool(quant.get("symmetric", False)), head_bits=quant.get("head_bits"), kernel=kernel)
-    codes = {f"model.layers.{i}.{key}": _read_codes(tensors, f"model.layers.{i}", _parts(config, key), folder)
+    folder = Path(folder).expanduser()
+    raw = folder_config(folder)
+    if not is_awq(raw):
+        raise ValueError(f"{folder} holds no AWQ weights of 4 bits: it has {raw.get('quantization_config')!r:.80}")
+    quant = raw.pop("quantization_config")
+    if quant.get("version", "gemm") != "gemm":
+        raise ValueError(f"{folder} is in the AWQ layout {quant.get('version')!r:.60}; minillm reads 'gemm'")
+    config = ModelConfig.from_hf(raw, folder.resolve().name)
+    for part, what in ((config.moe, "is a mixture of experts"), (config.mla, "has latent attention")):
+        if part is not None:
+            raise ValueError(f"{folder} {what}, which minillm does not read from the AWQ layout")
+    try:
+        chosen = QuantConfig(
+            "awq", 4, quant.get("group_size", 128), quant.get("symmetric", False), head_bits=quant.get("head_bits"), kernel=kernel
+        )
+    except ValueError as error:
+        raise ValueError(f"quantization_config of {folder}: {error}") from None
+    tensors = _read_tensors(folder, config, chosen.group)
+    codes = {f"model.layers.{i}.{key}": _read_codes(tensors, f"model.layers.{i}", _parts(config, key))
              for i in range(config.num_layers) for key in LINEARS}  # fmt: skip
-    weights = {name: t.float() for name, t in tensors.items() if t.is_floating_point() and not name.endswith(".scales")}
+    weights = {name: t.float() for name, t in tensors.items() if not name.endswith(PARTS)}
     for name, found in codes.items():
         weights[f"{name}.weight"] = found.dequantise()
         prefix, key = name.split(".", 3)[:3], name.split(".", 3)[3]
         biases = [weights.pop(f"{'.'.join(prefix)}.{part}.bias", None) for part, _ in _parts(config, key)]
         if all(b is not None for b in biases):
             weights[f"{name}.bias"] = torch.cat([b for b in biases if b is not None])
-    missing = [name for name in (EMBED, NORM) if name not in weights]
-    if missing:
-        raise ValueError(f"{folder} lacks tensor {missing[0]}")
     weights = {name: t.to(device=device, dtype=dtype) for name, t in weights.items()}
     model = Transformer(config, weights, QuantMethods(chosen, dtype, device, codes)).eval()
     model.storage = describe(model, chosen)
     return model
 
 
-def _read_codes(tensors: dict[str, Tensor], prefix: str, parts: list[tuple[str, slice]], folder: Path) -> Codes:
+def _read_tensors(folder: Path, config: ModelConfig, group: int) -> dict[str, Tensor]:
+    """Every tensor of a folder, and no other than the configuration asks for; ValueError where one does not fit."""
+    tensors: dict[str, Tensor] = {}
+    for path in weight_files(folder):
+        try:
+            with safe_open(path, framework="pt") as file:
+                found = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        except (SafetensorError, OSError) as error:
+            raise ValueError(f"{path} is damaged: {error}") from error
+        twice = next((name for name in found if name in tensors), None)
+        if twice is not None:
+            raise ValueError(f"tensor {twice} is in {path.name} and in another file of {folder}")
+        tensors |= found
+    for name in list(tensors):  # both follow from the rest
+        if name.endswith(".rotary_emb.inv_freq") or (name == HEAD and config.tie_embeddings):
+            del tensors[name]
+    check_depth(config.num_layers, len(tensors), folder)
+    check_tensors(_shapes(config, group), {name: tuple(t.shape) for name, t in tensors.items()}, folder)
+    for name, tensor in tensors.items():
+        words = name.endswith(PARTS[:2])
+        if tensor.dtype != torch.int32 if words else not tensor.is_floating_point():
+            has, wants = str(tensor.dtype).removeprefix("torch."), "int32" if words else "floating-point"
+            raise ValueError(f"tensor {name} of {folder} is {has}; the layout has {wants} there")
+        if name.endswith(PARTS[2]) and not torch.isfinite(tensor).all():
+            raise ValueError(f"tensor {name} of {folder} holds a scale that is not finite")
+    return tensors
+
+
+def _shapes(config: ModelConfig, group: int) -> dict[str, tuple[int, ...]]:
+    """Every tensor of a checkpoint in this layout."""
+    linears = tuple(f".{part}.weight" for key in LINEARS for part in FUSED.get(key, (key,)))
+    out: dict[str, tuple[int, ...]] = {}
+    for name, shape in expected_shapes(config).items():
+        if not name.endswith(linears):
+            out[name] = shape
+            continue
+        layer, (rows, width) = name.removesuffix(".weight"), shape
+        groups = width // group_size(width, group, layer)
+        out |= {f"{layer}.qweight": (width, rows // 8), f"{layer}.qzeros": (groups, rows // 8), f"{layer}.scales": (groups, rows)}
+    return out
+
+
+def _read_codes(tensors: dict[str, Tensor], prefix: str, parts: list[tuple[str, slice]]) -> Codes:
     found = []
     for part, _ in parts:
-        names = [f"{prefix}.{part}.{kind}" for kind in PARTS]
-        absent = [name for name in names if name not in tensors]
-        if absent:
-            raise ValueError(f"{folder} lacks tensor {absent[0]}")
-        words, zeros, scales = (tensors[name] for name in names)
-        if words.dtype != torch.int32 or scales.shape[1] != 8 * words.shape[1] or zeros.shape != (len(scales), words.shape[1]):
-            raise ValueError(f"{names[0]} {list(words.shape)} of {folder} does not fit its scales {list(scales.shape)}")
+        words, zeros, scales = (tensors[f"{prefix}.{part}.{kind}"] for kind in PARTS)
         found.append((unpack_words(words).T, scales.float().T, unpack_words(zeros).T))
     codes, scales, zeros = (torch.cat(kind).contiguous() for kind in zip(*found, strict=True))
     return Codes(codes, scales, zeros, 4)

@@ -10,6 +10,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import load_file
+from safetensors.torch import load_file as load_tensors
+from safetensors.torch import save_file
 
 from minillm import LLM, SamplingParams, Transformer
 from minillm.quant.awq_checkpoint import load_awq, save_awq
@@ -107,3 +109,90 @@ def test_what_the_layout_does_not_have_is_refused(small, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(raw))
     with pytest.raises(ValueError, match="AWQ layout 'marlin'; minillm reads 'gemm'"):
         load_awq(tmp_path)
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    model = quantise_model(Transformer.random(small_config(), seed=4), QuantConfig("rtn", 4, 16))
+    return save_awq(model, tmp_path_factory.mktemp("awq") / "model")
+
+
+def with_tensors(saved, folder, **changes):
+    """A copy of the folder with tensors changed: {kind of layer 0's q_proj, or full name: new tensor of the old one}."""
+    tensors = load_tensors(saved / "model.safetensors")
+    for name, change in changes.items():
+        full = name if "." in name else f"model.layers.0.self_attn.q_proj.{name}"
+        new = change(tensors.pop(full, None))
+        if new is not None:
+            tensors[full] = new.contiguous()
+    save_file(tensors, folder / "model.safetensors")
+    (folder / "config.json").write_text((saved / "config.json").read_text())
+    return folder
+
+
+SHAPES = {
+    "flat": lambda t: t.flatten(), "a number": lambda t: t.flatten()[0], "no rows": lambda t: t[:0], "half": lambda t: t[::2],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", ["qweight", "qzeros", "scales"])
+@pytest.mark.parametrize("how", SHAPES)
+def test_a_tensor_of_another_shape_is_named(saved, tmp_path, kind, how):
+    with pytest.raises(ValueError, match=rf"q_proj.{kind} of .* has shape \(.*the model's configuration asks for \("):
+        load_awq(with_tensors(saved, tmp_path, **{kind: SHAPES[how]}))
+
+
+@pytest.mark.parametrize(
+    ("kind", "change", "message"),
+    [
+        ("qzeros", lambda t: t.float(), "q_proj.qzeros of .* is float32; the layout has int32 there"),
+        ("qzeros", lambda t: t.to(torch.int8), "q_proj.qzeros of .* is int8"),
+        ("qweight", lambda t: t.long(), "q_proj.qweight of .* is int64"),
+        ("scales", lambda t: t.to(torch.int32), "q_proj.scales of .* is int32; the layout has floating-point there"),
+        ("scales", lambda t: t * float("nan"), "q_proj.scales of .* holds a scale that is not finite"),
+        ("scales", lambda t: t / 0, "not finite"),
+        ("bias", lambda _: torch.ones(96), "q_proj.bias, for which the model's configuration has no place"),
+        ("scales", lambda _: None, "lacks tensor model.layers.0.self_attn.q_proj.scales"),
+        ("model.layers.1.input_layernorm.weight", lambda _: None, "lacks tensor model.layers.1.input_layernorm.weight"),
+        ("model.embed_tokens.weight", lambda t: t[:-1], r"embed_tokens.weight of .* has shape \(63, 64\)"),
+        ("model.embed_tokens.weight", lambda t: t.to(torch.int32), "embed_tokens.weight of .* is int32"),
+    ],
+)
+def test_a_tensor_that_the_layout_does_not_have_is_refused(saved, tmp_path, kind, change, message):
+    with pytest.raises(ValueError, match=message):
+        load_awq(with_tensors(saved, tmp_path, **{kind: change}))
+
+
+@pytest.mark.parametrize("group", [None, "x", 0, [1], 8, 32, -1, 10**30, 16.5])
+def test_a_group_size_that_is_not_that_of_the_weights_is_refused(saved, tmp_path, group):
+    """Nothing of the answer would show it: layers are multiplied in the groups that their scales have."""
+    folder = with_tensors(saved, tmp_path)
+    raw = json.loads((folder / "config.json").read_text())
+    raw["quantization_config"]["group_size"] = group
+    (folder / "config.json").write_text(json.dumps(raw))
+    with pytest.raises(ValueError, match="must be a whole number|has shape|not a multiple of group"):
+        load_awq(folder)
+
+
+def test_a_damaged_file_and_a_tensor_in_two_files_are_named(saved, tmp_path):
+    folder = with_tensors(saved, tmp_path)
+    whole = (folder / "model.safetensors").read_bytes()
+    (folder / "model.safetensors").write_bytes(whole[:-40])
+    with pytest.raises(ValueError, match="model.safetensors is damaged"):
+        load_awq(folder)
+    (folder / "model.safetensors").unlink()
+    for part in ("a", "b"):
+        (folder / f"{part}.safetensors").write_bytes(whole)
+    with pytest.raises(ValueError, match="is in b.safetensors and in another file"):
+        load_awq(folder)
+
+
+def test_a_file_beside_the_configuration_names_further_ends_of_a_text(saved, tmp_path):
+    folder = with_tensors(saved, tmp_path)
+    (folder / "generation_config.json").write_text('{"eos_token_id": [7, 9]}')
+    assert {7, 9} <= set(load_awq(folder).config.eos_token_ids)
+
+
+def test_a_folder_below_the_home_folder_is_found(saved, tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(with_tensors(saved, tmp_path).parent))
+    assert LLM(f"~/{tmp_path.name}", num_blocks=20).model.storage.startswith("AWQ")
