@@ -36,6 +36,7 @@ NEUTRAL = frozenset(
     ).split()
 )
 """Options that do not change what the KV of a token is (dtype and block size are in the fingerprint as they came out)."""
+PLAIN = (str, int, float, tuple, type(None))
 PROBE_TOKENS = 128
 PROBES = 3
 
@@ -80,10 +81,10 @@ def kv_fingerprint(
     """32 bytes that differ where KV would: weights, how they are multiplied, shape, precision, block size, store, and every
     option that is not known to leave KV as it is."""
     chosen = {f.name: _plain(getattr(options, f.name)) for f in dataclasses.fields(options) if f.name not in NEUTRAL}
-    parts = FORMAT, model.config, model.dtype, block_size, store.bytes_per_token, _plain(store), _plain(backend), chosen
+    parts = FORMAT, model.config, model.dtype, block_size, store.bytes_per_token, _class(store), _plain(backend), chosen
     digest = hashlib.sha256(repr(parts).encode())
     # the same weights are not the same product where activations are rounded
-    methods = [(name, _plain(module.method)) for name, module in model.named_modules() if isinstance(module, Linear)]
+    methods = [(name, _class(module.method)) for name, module in model.named_modules() if isinstance(module, Linear)]
     digest.update(repr(methods).encode())
     for name, tensor in sorted(model.dense_weights().items()):
         digest.update(name.encode())
@@ -92,9 +93,16 @@ def kv_fingerprint(
 
 
 def _plain(value: Any) -> Any:
-    """A value that is the same in another process; of an object, its class."""
-    plain = isinstance(value, (str, int, float, tuple, type(None)))
-    return value if plain else f"{type(value).__module__}.{type(value).__qualname__}"
+    """A value that is the same in another process; of an object, its class and those of its attributes that are such values:
+    two windows of one class of attention see other keys."""
+    if isinstance(value, PLAIN):
+        return value
+    known = {name: v for name, v in getattr(value, "__dict__", {}).items() if isinstance(v, PLAIN) or dataclasses.is_dataclass(v)}
+    return _class(value), sorted((name, _plain(v)) for name, v in known.items())
+
+
+def _class(value: Any) -> str:
+    return f"{type(value).__module__}.{type(value).__qualname__}"
 
 
 def calibrate(cache: TieredCache, forward: Callable[[ForwardBatch], Any], config: ModelConfig, tokens: int, last: int) -> None:
