@@ -354,6 +354,10 @@ class EngineConfig:
         _check_choice("queue_order", self.queue_order, ("arrival", "cache"))
         _check_choice("mla", self.mla, ("auto", "absorbed", "naive"))
         self._check_batching()
+        sizes = "max_num_seqs max_num_batched_tokens block_size num_draft_tokens max_draft_batch sparse_share_layers"
+        for name in sizes.split():
+            if getattr(self, name) is None:
+                raise ValueError(f"{name} must be a whole number of at least 1, got None")
         _check_count(
             max_model_len=self.max_model_len, max_num_seqs=self.max_num_seqs, block_size=self.block_size,
             max_num_batched_tokens=self.max_num_batched_tokens, num_blocks=self.num_blocks, kv_memory=self.kv_memory,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Protocol, Sequence
+from typing import Any, Protocol, Sequence
 
 import torch
 from torch import Tensor
@@ -25,7 +25,7 @@ class BlockIO:
         self.store, self.num_layers, self.block_size, self.device = store, num_layers, block_size, device
         last = store.num_slots // block_size - 1
         raw = getattr(store, "raw_tensors", None)
-        self._rows: _Rows = _Values(store, num_layers, self._slots([last])) if raw is None else _Raw(raw)
+        self._rows: _Rows = _Values(store, num_layers, self._slots([last])) if raw is None else _Raw(_checked(raw, store))
         self.nbytes = block_size * self._rows.row_bytes
         self.layout = f"{self._rows.layout}, blocks of {block_size} tokens"
         self._check_exact(last)
@@ -104,6 +104,18 @@ class _Raw:
         parts = contents.split([size * plane.shape[1] for plane in self.planes], dim=1)
         for plane, part in zip(self.planes, parts, strict=True):
             plane[slots[0]] = part.reshape(slots.numel(), -1)
+
+
+def _checked(raw: Any, store: KVStore) -> list[Tensor]:
+    """A store's raw_tensors, if they can be moved as bytes."""
+    name, slots = type(store).__name__, store.num_slots
+    if not isinstance(raw, (list, tuple)) or not raw or not all(isinstance(t, Tensor) for t in raw):
+        raise ValueError(f"raw_tensors of {name} must be a list of tensors, got {raw!r:.60}")
+    for t in raw:
+        if t.dim() < 2 or len(t) != slots or not t.is_contiguous():
+            what = "contiguous" if t.is_contiguous() else "not contiguous"
+            raise ValueError(f"raw_tensors of {name} must be contiguous, [{slots} slots, ...] each, got {list(t.shape)}, {what}")
+    return list(raw)
 
 
 class _Values:

@@ -84,7 +84,10 @@ def low_bit_copy(chosen: str | QuantConfig, model: Transformer) -> Transformer:
     if isinstance(chosen, str) and chosen not in COPIES:
         raise _no_draft_model(chosen)
     config = COPIES[chosen] if isinstance(chosen, str) else chosen
-    copy = quantise_model(model, config)
+    try:
+        copy = quantise_model(model, config)
+    except ValueError as error:
+        raise ValueError(f"draft_model={chosen!r:.60} cannot be a copy of this target: {error}") from error
     if torch.equal(copy.embedding, model.embedding):
         copy.embedding = model.embedding
     return copy

@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 SLACK = 1e-3
@@ -52,8 +53,8 @@ def _distributions(probs: Tensor, ids: tuple[int, ...], vocab_size: int) -> Tens
     if not isinstance(probs, Tensor) or tuple(probs.shape) != shape:
         what = tuple(probs.shape) if isinstance(probs, Tensor) else probs
         raise ValueError(f"gave probs of shape {what!r:.60}; those of a draft of {shape[0]} are a tensor of shape {shape}")
-    if not probs.is_floating_point():
-        raise ValueError(f"gave probs of {probs.dtype}; probabilities are floating-point numbers")
+    if not probs.is_floating_point() or probs.layout != torch.strided:
+        raise ValueError(f"gave probs of {probs.dtype}, {probs.layout}; probabilities are floating-point numbers, dense ones")
     probs = probs.detach().double()
     wrong = ~((probs >= 0) & (probs <= 1 + SLACK))  # also what is not a number
     if wrong.any():

@@ -59,6 +59,13 @@ class MTPHead(nn.Module):
         try:
             with safe_open(path, framework="pt") as file:
                 tensors = {name: file.get_tensor(name) for name in file.keys()}
+            vocab = tensors["vocab"]
+            if vocab.dim() != 1 or vocab.is_floating_point() or vocab.dtype == torch.bool:
+                kind = str(vocab.dtype).removeprefix("torch.")
+                raise ValueError(f"vocab is a list of whole numbers, got {kind} {list(vocab.shape)}")
+            bad = next((name for name, t in tensors.items() if not torch.isfinite(t).all()), None)
+            if bad is not None:
+                raise ValueError(f"{bad} holds a number that is not finite")
             hidden, intermediate = tensors["down.weight"].shape
             head = cls(hidden, intermediate, tensors.pop("vocab").long())
             head.load_state_dict({**tensors, "vocab": head.get_buffer("vocab")})

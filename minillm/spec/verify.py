@@ -89,7 +89,7 @@ def _answer(answer: tuple[int, bool], p: Tensor, drafted: int) -> tuple[int, boo
     """What an accept rule of somebody's own gave, if it is an answer."""
     try:
         token, accepted = operator.index(answer[0]), bool(answer[1])
-    except (TypeError, IndexError):
+    except (TypeError, LookupError, ValueError, RuntimeError):  # the last: a tensor of several numbers
         raise ValueError(f"an accept_rule gives (token id, whether the drafted token stands), got {answer!r:.60}") from None
     if not 0 <= token < len(p) or not p[token] > 0:
         raise ValueError(f"the accept_rule chose token {token}, which the target cannot say there")

@@ -150,3 +150,21 @@ def test_a_store_that_hides_a_part_of_its_memory_is_refused():
     store.raw_tensors = store.values
     with pytest.raises(ValueError, match="QuantisedKVStore does not keep what it gave out"):
         BlockIO(store, CONFIG.num_layers, 3)
+
+
+@pytest.mark.parametrize(
+    ("raw", "message"),
+    [
+        (3, "must be a list of tensors, got 3"),
+        ([], r"must be a list of tensors, got \[\]"),
+        ([None], "must be a list of tensors"),
+        ([torch.zeros(15)], r"contiguous, \[15 slots, ...\] each, got \[15\]"),
+        ([torch.zeros(14, 3)], r"got \[14, 3\], contiguous"),
+        ([torch.zeros(3, 15).T], r"got \[15, 3\], not contiguous"),
+    ],
+)
+def test_raw_tensors_that_cannot_be_moved_as_bytes_are_refused(raw, message):
+    store = QuantisedKVStore.allocate("int8", CONFIG, 15, torch.float32)
+    store.raw_tensors = raw
+    with pytest.raises(ValueError, match=f"raw_tensors of QuantisedKVStore .*{message}"):
+        BlockIO(store, CONFIG.num_layers, 3)

@@ -17,7 +17,7 @@ from minillm.spec.mtp import MTPHead, MTPProposer
 from minillm.spec.train_mtp import states_of
 
 from ..cache.dict_prefix import DictPrefixCache
-from ..strategies import VOCAB, greedy, poison_freed_blocks, reference, run_to_end, tiny_engine, tiny_model
+from ..strategies import VOCAB, greedy, poison_freed_blocks, reference, run_to_end, tiny_engine, tiny_llm, tiny_model
 
 
 class Oracle:
@@ -107,6 +107,7 @@ def test_greedy_output_is_that_of_decoding_without_drafts(
         (None, "one draft for each request, got None"), ([None], "Drafts, got None"), ([[3]], r"Drafts, got \[3\]"),
         ([Draft((1.5,))], "1.5"), ([Draft("a")], "no token ids"),
         ([Draft((3,), torch.ones(1, 5))], "5"), ([Draft((3,), torch.ones(2, VOCAB))], "2"), ([Draft((3,), [[0.5]])], "0.5"),
+        ([Draft((3,), torch.eye(VOCAB)[3:4].to_sparse())], "torch.sparse_coo; probabilities are .* dense"),
     ],
     ids=str,
 )  # fmt: skip
@@ -252,6 +253,15 @@ def test_an_accept_rule_of_ones_own_judges_the_drawn_drafts_of_the_engine():
         tiny_engine(accept_rule=3)
 
 
+@pytest.mark.parametrize("answer", [None, {}, {0: 3}, "ab", (3,), (torch.tensor([3, 4]), True), (3, torch.tensor([True, False]))])
+def test_what_is_no_answer_of_an_accept_rule_is_refused_and_the_engine_goes_on(answer):
+    params = SamplingParams(max_tokens=6, temperature=1.0, seed=1, ignore_eos=True)
+    llm = tiny_llm(speculative=Drawn(), accept_rule=lambda *_: answer, adaptive_drafts=False)
+    with pytest.raises(ValueError, match="an accept_rule gives"):
+        llm.generate([[2, 3]], params)
+    assert llm.generate([[2, 3]], SamplingParams(max_tokens=3, ignore_eos=True))[0].token_ids == greedy([2, 3], 3)
+
+
 def test_the_work_of_a_drafting_model_is_counted():
     params = SamplingParams(max_tokens=8, ignore_eos=True)
     _, plain = serve([[2, 3]], params)
@@ -363,11 +373,17 @@ def test_an_accepted_run_ends_at_the_models_length(room):
         ({"speculative": "ngram", "draft_model": [0]}, "not for 'ngram'"),
         ({"draft_model": [0]}, "speculative is None"),
         ({"speculative": "draft", "draft_model": [7]}, r"at least one of 0 to 1, got \[7\]"),
-        ({"speculative": "draft", "draft_model": "int4"}, "not a multiple of group 64"),
+        ({"speculative": "draft", "draft_model": "int4"}, "draft_model='int4' cannot be a copy .* not a multiple of group 64"),
+        ({"speculative": "draft", "draft_model": "int8", "group": -1}, "draft_model='int8' cannot .* tiny has latent attention"),
         ({"speculative": "ngram", "kv_cache": "none"}, "kv_cache='none'"),
         ({"speculative": "ngram", "overlap": True}, "overlap=True"),
         ({"speculative": "ngram", "batching": "static"}, "batching='static'"),
         ({"speculative": "ngram", "num_draft_tokens": 0}, "num_draft_tokens"),
+        ({"speculative": "ngram", "num_draft_tokens": None}, "num_draft_tokens must be a whole number of at least 1, got None"),
+        ({"speculative": "ngram", "max_draft_batch": None}, "max_draft_batch must be a whole number of at least 1, got None"),
+        ({"max_num_seqs": None}, "max_num_seqs must be a whole number of at least 1, got None"),
+        ({"max_num_batched_tokens": None}, "max_num_batched_tokens must be a whole number"),
+        ({"block_size": None}, "block_size must be a whole number"),
         ({"speculative": "mtp"}, "no trained MTP head for 'tiny'"),
         ({"speculative": "mtp", "draft_model": "/nowhere/head"}, "/nowhere/head holds no MTP head"),
         ({"speculative": with_parts(price=-0.5)}, "price of proposer Oracle.* got -0.5"),

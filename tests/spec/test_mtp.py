@@ -6,11 +6,12 @@ import re
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from minillm import LLM, SamplingParams
 from minillm.spec.mtp import HEADS, MTPHead, MTPProposer
 
-from ..strategies import VOCAB, tiny_model
+from ..strategies import VOCAB, tiny_engine, tiny_model
 
 
 def head_of(size: int = 16, vocab: object = range(VOCAB)) -> MTPHead:
@@ -54,6 +55,25 @@ def test_a_file_that_is_no_head_is_named(tmp_path, what):
     file.write_bytes(what)
     with pytest.raises(ValueError, match=f"{re.escape(str(file))} holds no MTP head"):
         MTPHead.load(file)
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        ("vocab", lambda t: t[0], r"vocab is a list of whole numbers, got int32 \[\]"),
+        ("vocab", lambda t: t.reshape(4, -1), r"got int32 \[4, 8\]"),
+        ("vocab", lambda t: t + 0.5, r"got float32 \[32\]"),
+        ("join.weight", lambda t: t * float("nan"), "join.weight holds a number that is not finite"),
+        ("down.weight", lambda t: t + float("inf"), "down.weight holds a number that is not finite"),
+    ],
+)
+def test_a_head_that_could_not_draft_is_refused_when_it_is_loaded(tmp_path, name, change, message):
+    file = tmp_path / "head"
+    head_of().save(file, {})
+    tensors = load_file(file)
+    save_file(tensors | {name: change(tensors[name]).contiguous()}, file)
+    with pytest.raises(ValueError, match=f"holds no MTP head: .*{message}"):
+        tiny_engine(speculative="mtp", draft_model=file)
 
 
 @pytest.mark.parametrize(
