@@ -172,7 +172,8 @@ def test_kv_of_the_same_weights_multiplied_in_another_way_is_never_found(tmp_pat
 def test_kv_that_another_window_of_the_same_class_gave_is_never_found(tmp_path):
     options = {"prefix_cache": "hash", "disk_cache": 10**6, "disk_folder": tmp_path, "cache_write": "through"}
     for window, loaded in ((4, 0), (9, 0), (9, 12)):
-        llm = LLM(tiny_model(), attention_backend=TorchAttention(window), num_blocks=20, block_size=B, tier_policy="always", **options)
+        backend = TorchAttention(window)
+        llm = LLM(tiny_model(), attention_backend=backend, num_blocks=20, block_size=B, tier_policy="always", **options)
         assert llm.generate(A, SamplingParams(max_tokens=1))[0].num_loaded_tokens == loaded
 
 
