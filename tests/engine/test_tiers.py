@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from minillm import LLM, EngineConfig, SamplingParams
 from minillm.attention.torch_backend import TorchAttention
 from minillm.cache.kv_store import PlainKVStore
+from minillm.cache.tier_setup import kv_fingerprint
 from minillm.cache.tiers import AROUND, DiskTier, HostTier
 from minillm.engine.engine import Engine
 from minillm.model.transformer import Transformer
@@ -169,12 +170,12 @@ def test_kv_of_the_same_weights_multiplied_in_another_way_is_never_found(tmp_pat
         assert [outs[0].num_loaded_tokens for outs in found] == [0, 12], "its own is found again"
 
 
-def test_kv_that_another_window_of_the_same_class_gave_is_never_found(tmp_path):
-    options = {"prefix_cache": "hash", "disk_cache": 10**6, "disk_folder": tmp_path, "cache_write": "through"}
-    for window, loaded in ((4, 0), (9, 0), (9, 12)):
-        backend = TorchAttention(window)
-        llm = LLM(tiny_model(), attention_backend=backend, num_blocks=20, block_size=B, tier_policy="always", **options)
-        assert llm.generate(A, SamplingParams(max_tokens=1))[0].num_loaded_tokens == loaded
+def test_two_windows_of_one_class_of_attention_give_kv_of_different_names():
+    def name(window):
+        engine = tiny_engine(attention_backend=TorchAttention(window), num_blocks=20)
+        return kv_fingerprint(engine.model, engine.options, engine.store, engine.runner.backend, B)
+
+    assert name(4) != name(9) and name(9) == name(9)
 
 
 def test_a_preempted_request_loads_its_own_old_blocks():
