@@ -102,6 +102,12 @@ def _core_migrates(cls: Any) -> None:
     plain, smooth = _made(cls, weight), _made(cls, weight, peak=x.abs().amax(0))
     expect_at_most(_error(*smooth, weight, x) / _error(*plain, weight, x), 0.2, "error with the channels' peaks, of that without")
     expect_equal(smooth[0].unpack(smooth[1]), weight, atol=0.02, what="the weight that the layer multiplies unscaled inputs by")
+    # peaks that make each channel's scale a power of two, and a weight that is whole numbers once it is multiplied by them
+    whole, scale = _whole(6, 16), 2.0 ** torch.randint(-3, 4, (16,))
+    weight = whole / scale
+    method, packed = _made(cls, weight, peak=scale**2 * weight.abs().amax(0))
+    what = "a weight that √peak / √(its column's largest) makes whole numbers, unpacked and times that"
+    expect_equal(method.unpack(packed) * scale, whole, atol=1e-2, what=what)
 
 
 def _core_zeros(cls: Any) -> None:

@@ -59,6 +59,23 @@ class InFloat32(Right):
         return super().apply(packed, x.float())
 
 
+class ForgetsTheWeight(Right):
+    """Only the peaks decide: right wherever all columns of the weight are alike."""
+
+    def smooth(self, weight):
+        return super().smooth(weight) if self.peak is None else self.floor(self.peak) ** 0.5
+
+
+class OneMaximumForAllColumns(Right):
+    def smooth(self, weight):
+        return super().smooth(weight) if self.peak is None else (self.floor(self.peak) / weight.abs().max()) ** 0.5
+
+
+class MovesLess(Right):
+    def smooth(self, weight):
+        return super().smooth(weight) ** 0.5
+
+
 class Over128(Right):
     """The largest number becomes code 128, and wraps around."""
 
@@ -153,6 +170,9 @@ CORE = (
     (OneScaleForAllTokens, "random: large rows beside small ones"),
     (ForgetsToDivide, "random: migration makes an outlier channel harmless"),
     (IgnoresThePeaks, "random: migration makes an outlier channel harmless"),
+    (ForgetsTheWeight, "random: migration makes an outlier channel harmless"),
+    (OneMaximumForAllColumns, "random: migration makes an outlier channel harmless"),
+    (MovesLess, "random: migration makes an outlier channel harmless"),
     (NoFloor, "edges: channels of zeros"),
     (KeepsOnSelf, "state: inputs unchanged, layers apart"),
     (Dequantises, "budget: bytes held, and products of whole numbers"),

@@ -113,11 +113,30 @@ class Borrows(NgramProposer):
     pass
 
 
+class IndexesById(Right):
+    """Adds to an index of each request what is new in its text, and never lets go of it."""
+
+    def __init__(self):
+        self.known = {}
+
+    def propose(self, requests, lengths):
+        return [Draft(self.look(r, n)) for r, n in zip(requests, lengths)]
+
+    def look(self, request, length):
+        ids, (done, places) = request.token_ids, self.known.get(request.request_id, (0, {}))
+        for end in range(max(done, 1), len(ids)):
+            places.update({tuple(ids[end - size : end]): end for size in (1, 2, 3) if size <= end})
+        self.known[request.request_id] = len(ids), places
+        at = next((places[tuple(ids[-size:])] for size in (3, 2, 1) if tuple(ids[-size:]) in places and size < len(ids)), None)
+        return () if at is None else tuple(ids[at : at + length])
+
+
 HAND, RANDOM = "exact: what followed, the latest, the longest", "random: against trying every place"
 CORE = (
     (GivesTuples, "shape"), (ForgetsTheLength, "shape"), (SaysHowSureItIs, "shape"), (Borrows, "shape"), (TheFirstPlace, HAND),
     (TheShortestSuffix, HAND), (OneTokenOnly, HAND), (FourTokens, RANDOM), (NoOverlap, RANDOM), (NothingIsAnError, RANDOM),
     (TheFirstLengthForAll, "shape"), (Consumes, "state: requests unchanged, nothing remembered"),
+    (IndexesById, "state: requests unchanged, nothing remembered"),
     (Remembers, "state: requests unchanged, nothing remembered"), (ReadsTheRestEachTime, "budget: tokens read"),
 )  # fmt: skip
 
