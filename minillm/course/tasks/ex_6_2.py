@@ -87,7 +87,7 @@ def _core_state(cls: Any) -> None:
     request.token_ids.append(3)
     got = mine.propose([request], [2])[0].token_ids
     expect_equal(got, _lookup(request.token_ids, 2), what="after one more token")
-    other = _request([4, 2, 3, 9, 4, 1, 2, 3])  # another text under the same id: ids are free again when a request has ended
+    other = _request([2, 3, 8, 7, 6, 1, 2, 3])  # another text under the same id: ids are free again when a request has ended
     expect_equal(mine.propose([other], [2])[0].token_ids, _lookup(other.token_ids, 2), what="another request after the first")
 
 
