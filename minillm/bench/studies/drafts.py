@@ -9,6 +9,7 @@ from typing import Any, Callable, Mapping
 
 from minillm.bench.study import Bar
 from minillm.llm import LLM
+from minillm.quant.config import QuantConfig
 from minillm.sampling_params import SamplingParams
 from minillm.spec.choose_layers import KEPT
 from minillm.spec.length import tokens_per_pass
@@ -22,6 +23,8 @@ LENGTH = {"ngram": 4, "int4": 3, "layers": 2, "mtp": 2}
 """Tokens of a draft: fixed, so that E = 1 + α + … + α**γ holds. Lookup may find fewer, or none."""
 
 MODELS = ("int4", "layers", "mtp")
+COPY = QuantConfig(bits=4, group=64, dense_from=6)
+"""In every dtype with a dense copy beside the codes, by which it reads prompts."""
 
 
 def speed(r: Mapping[str, float], kind: str, who: str) -> float:
@@ -73,7 +76,7 @@ def drafting(model: Any, tokenizer: Any, **options: Any) -> dict[str, LLM]:
     """Engines over one model: without drafts, and with each way to draft at its fixed length."""
     ways: dict[str, dict[str, Any]] = {
         "ngram": {"speculative": "ngram"},
-        "int4": {"speculative": "draft", "draft_model": "int4"},
+        "int4": {"speculative": "draft", "draft_model": COPY},
         "layers": {"speculative": "draft", "draft_model": KEPT[25]},
         "mtp": {"speculative": "mtp"},
     }
