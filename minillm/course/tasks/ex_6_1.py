@@ -1,4 +1,4 @@
-"""Exercise 6.1: the accept rule of a drawn draft, a pass that goes on behind a refusal, a drafter of one's own."""
+"""Exercise 6.1: the accept rule of a drawn draft, a pass that goes on behind a refusal, the test that a careless rule fails."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from torch import Tensor
 from minillm import LLM, SamplingParams
 from minillm.config import ModelConfig
 from minillm.course.expect import Mismatch, expect_equal, is_whole, show, unchanged
+from minillm.course.labs.speculation import distributions
 from minillm.course.task import NamedCheck, Seam, Task
 from minillm.engine.request import Request
 from minillm.model.transformer import Transformer
 from minillm.spec.draft import Draft
-from minillm.spec.ngram import NgramProposer
 from minillm.spec.verify import accept_or_replace, verify
 
 TINY = ModelConfig(
@@ -310,125 +310,168 @@ BREAK = Task(
 )
 
 
-# 6.1 stretch: a drafter of one's own ------------------------------------------------------------------------------------------
+# 6.1 stretch: the test that a careless rule fails ------------------------------------------------------------------------------
+
+Rule = Callable[[Tensor, Tensor, int, float, float], tuple[int, bool]]
+DRAWS = 5000
 
 
-def _continuation(ids: Sequence[int], n: int) -> tuple[int, ...]:
-    """Tokens that followed the latest earlier occurrence of the longest repeated suffix of at most three tokens."""
-    for size in range(min(3, len(ids) - 1), 0, -1):
-        for at in range(len(ids) - size - 1, -1, -1):
-            if list(ids[at : at + size]) == list(ids[-size:]):
-                return tuple(ids[at + size : at + size + n])
-    return ()
+def _pick(weights: Tensor, w: float) -> int:
+    shares = weights.cumsum(0)
+    return min(int((shares <= w * shares[-1]).sum()), int(weights.nonzero()[-1]))
 
 
-def _request(ids: Sequence[int]) -> Request:
-    return Request("r", len(ids), list(ids), SamplingParams(), 0, frozenset(), 64)
+def _replaced_from_p(p: Tensor, q: Tensor, token: int, u: float, w: float) -> tuple[int, bool]:
+    return (token, True) if u * q[token] < p[token] else (_pick(p, w), False)
 
 
-def _ask(cls: Any, texts: Sequence[Sequence[int]], lengths: Sequence[int]) -> list[tuple[int, ...]]:
-    requests = [_request(ids) for ids in texts]
-    got = cls().propose(requests, list(lengths))
-    if not isinstance(got, (list, tuple)) or len(got) != len(texts) or not all(isinstance(d, Draft) for d in got):
-        raise Mismatch(f"propose gives a list of one Draft for each request, got {show(got)}")
-    for draft in got:
-        if not all(is_whole(t) for t in draft.token_ids):
-            raise Mismatch(f"a draft's token_ids are whole numbers, got {show(draft.token_ids)}")
-        if draft.probs is not None:
-            raise Mismatch("a lookup names its tokens with certainty: leave probs None")
-    expect_equal([r.token_ids for r in requests], [list(ids) for ids in texts], what="your drafter changed a request's token_ids")
-    return [tuple(int(t) for t in d.token_ids) for d in got]
+def _always(p: Tensor, q: Tensor, token: int, u: float, w: float) -> tuple[int, bool]:
+    return token, True
 
 
-def _look(cls: Any, ids: Sequence[int], n: int) -> None:
-    expect_equal(_ask(cls, [ids], [n])[0], _continuation(ids, n), what=f"text {list(ids)}, at most {n} tokens")
+def _likeliest_left(p: Tensor, q: Tensor, token: int, u: float, w: float) -> tuple[int, bool]:
+    return (token, True) if u * q[token] < p[token] else (int((p - q).argmax()), False)
 
 
-def _stretch_shape(cls: Any) -> None:
-    if not isinstance(cls, type):
-        raise Mismatch("check takes the class itself, not an object of it")
-    _ask(cls, [[5, 6, 5], [7]], [2, 2])
+def _one_number(p: Tensor, q: Tensor, token: int, u: float, w: float) -> tuple[int, bool]:
+    return _true_rule(p, q, token, u, u)
 
 
-def _stretch_by_hand(cls: Any) -> None:
-    _look(cls, [5, 6, 7, 8, 9, 1, 5, 6], 2)
-    _look(cls, [5, 6, 1, 5, 6, 2, 5, 6], 1)
-    _look(cls, [3, 5, 6, 1, 4, 5, 6, 2, 3, 5, 6], 1)
-    _look(cls, [9, 5, 6, 7, 1, 2, 5, 6, 7, 3, 9, 5, 6, 7], 1)  # three tokens are the most that is asked for
+def _too_strict(p: Tensor, q: Tensor, token: int, u: float, w: float) -> tuple[int, bool]:
+    """Four fifths of what it should accept: each share is off by two hundredths at most."""
+    if u * q[token] < 0.8 * p[token]:
+        return token, True
+    left = (p - q).clamp(min=0)
+    return _pick(left if left.sum() > 0 else p, w), False
 
 
-def _stretch_random(cls: Any) -> None:
-    draw = random.Random(int(torch.randint(2**31, ())))
-    for _ in range(200):
-        _look(cls, [draw.randint(0, 3) for _ in range(draw.randint(1, 24))], draw.randint(1, 5))
+def _ignores_the_draft(p: Tensor, q: Tensor, token: int, u: float, w: float) -> tuple[int, bool]:
+    """Right, if slow: its tokens do have the distribution p."""
+    return _pick(p, w), False
 
 
-def _stretch_edges(cls: Any) -> None:
-    for ids, n in (([5], 3), ([5, 6, 7], 3), ([5, 5], 3), ([5, 5, 5, 5], 3), ([5, 6, 5, 6], 0), ([5, 6, 5], 9)):
-        _look(cls, ids, n)
+def _now_and_then_impossible(p: Tensor, q: Tensor, token: int, u: float, w: float) -> tuple[int, bool]:
+    """Once in five hundred times a token that the model cannot say."""
+    never = (p == 0).nonzero().flatten().tolist()
+    return (never[0], False) if never and w < 0.002 else _true_rule(p, q, token, u, w)
 
 
-def _stretch_several(cls: Any) -> None:
-    texts, lengths = ([5, 6, 7, 5, 6], [1, 2, 3], [8, 9, 8, 9]), (1, 2, 0)
-    expected = [_continuation(ids, n) for ids, n in zip(texts, lengths, strict=True)]
-    expect_equal(_ask(cls, texts, lengths), expected, what="three requests at once")
+P, Q = _dist(0.4, 0.3, 0.2, 0.1), _dist(0.2, 0.2, 0.1, 0.5)
+CARELESS = {
+    "a rule that replaces from p": _replaced_from_p, "a rule that accepts everything": _always,
+    "a rule that replaces by the largest difference": _likeliest_left,
+    "a rule that uses u for both decisions": _one_number, "a rule that accepts a fifth too little": _too_strict,
+}  # fmt: skip
 
 
-def _stretch_state(cls: Any) -> None:
-    mine = cls()
-    for ids in ([5, 6, 7, 5, 6], [9, 9, 1], [5, 6, 8, 5, 6]):
-        got = mine.propose([_request(ids)], [2])[0].token_ids
-        expect_equal(tuple(got), _continuation(ids, 2), what=f"text {ids}, asked after others: requests share nothing")
+class Witness:
+    """A rule that counts its calls, and keeps what it was given."""
+
+    def __init__(self, rule: Rule):
+        self.rule, self.tokens, self.numbers = rule, list[int](), list[tuple[float, float]]()
+
+    def __call__(self, p: Tensor, q: Tensor, token: int, u: float, w: float) -> tuple[int, bool]:
+        if not is_whole(token) or not 0 <= token < len(q):
+            raise Mismatch(f"the rule was asked about token {show(token)}; drafts are whole numbers from 0 to {len(q) - 1}")
+        if not (0 <= u < 1 and 0 <= w < 1):
+            raise Mismatch(f"the rule was given u={show(u)}, w={show(w)}; both are in [0, 1)")
+        self.tokens.append(int(token))
+        self.numbers.append((float(u), float(w)))
+        return self.rule(p, q, int(token), float(u), float(w))
 
 
-def _passes(drafter: Any) -> tuple[list[tuple[int, ...]], int]:
-    params = SamplingParams(max_tokens=60, ignore_eos=True)
-    tokens, llm = _answers(params, speculative=drafter, adaptive_drafts=False, num_draft_tokens=4, max_draft_batch=64)
-    return tokens, llm.meter.steps
+def _audit(f: Any, rule: Rule, p: Tensor, q: Tensor, draws: int = DRAWS) -> bool:
+    got = f(rule, p, q, draws)
+    if not isinstance(got, bool):
+        raise Mismatch(f"keeps gives True or False, got {show(got)}")
+    return got
 
 
-class Reference:
-    """The rule word for word, as a Proposer."""
-
-    def propose(self, requests: Sequence[Request], lengths: Sequence[int]) -> list[Draft]:
-        return [Draft(_continuation(r.token_ids, n)) for r, n in zip(requests, lengths, strict=True)]
+def _verdict(f: Any, rule: Rule, expected: bool, what: str, p: Tensor = P, q: Tensor = Q) -> None:
+    got = _audit(f, rule, p, q)
+    expect_equal(got, expected, what=f"{what}, p={p.tolist()}, q={q.tolist()}, {DRAWS:,} draws")
 
 
-def _stretch_engine(cls: Any) -> None:
-    expected, _ = _answers(SamplingParams(max_tokens=60, ignore_eos=True))
-    expect_equal(_passes(cls())[0], expected, what="greedy tokens of three prompts with your drafter")
+def _stretch_shape(f: Any) -> None:
+    _audit(f, _true_rule, P, Q, 1000)
 
 
-def _stretch_passes(cls: Any) -> None:
-    (_, got), (_, most) = _passes(cls()), _passes(Reference())
-    if got > most:
-        raise Mismatch(f"three answers of 60 tokens took {got} passes; with every match found it is {most}")
+def _stretch_right(f: Any) -> None:
+    _verdict(f, _true_rule, True, "the rule of the core task")
+    _verdict(f, _true_rule, True, "the rule where p and q are equal", P, P)
+    _verdict(f, _ignores_the_draft, True, "a rule that always draws from p")
+
+
+def _stretch_careless(f: Any) -> None:
+    for what, rule in CARELESS.items():
+        _verdict(f, rule, False, what)
+
+
+def _stretch_zeros(f: Any) -> None:
+    holes = _dist(0.6, 0.0, 0.4), _dist(0.3, 0.4, 0.3)
+    _verdict(f, _true_rule, True, "the rule, where the model cannot say token 1", *holes)
+    _verdict(f, _true_rule, True, "the rule, where the drafter cannot say token 0", _dist(0.5, 0.5), _dist(0.0, 1.0))
+    _verdict(f, _now_and_then_impossible, False, "a rule that says token 1 now and then", *holes)
+
+
+def _stretch_drafts(f: Any) -> None:
+    witness = Witness(_true_rule)
+    _audit(f, witness, P, Q)
+    counts = torch.bincount(torch.tensor(witness.tokens), minlength=len(Q)).double()
+    expected = len(witness.tokens) * Q
+    if float(((counts - expected) ** 2 / expected).sum()) > 30:
+        raise Mismatch(f"drafts have the shares {[round(x, 3) for x in (counts / counts.sum()).tolist()]}, q is {Q.tolist()}")
+    u, w = torch.tensor(witness.numbers, dtype=torch.float64).T
+    if abs(float(torch.corrcoef(torch.stack([u, w]))[0, 1])) > 0.1 or min(float(u.std()), float(w.std())) < 0.2:
+        raise Mismatch("u and w must be drawn evenly from [0, 1), each on its own")
+    of = [u[torch.tensor(witness.tokens) == t].mean().item() for t in range(len(Q))]
+    if max(of) - min(of) > 0.1:
+        raise Mismatch("u must not depend on the drafted token: draw the token with a number of its own")
+
+
+def _stretch_state(f: Any) -> None:
+    p, q = P.clone(), Q.clone()
+    with unchanged(p=p, q=q):
+        first = [_audit(f, rule, p, q, 4000) for rule in (_true_rule, _always, _true_rule)]
+    expect_equal(first, [True, False, True], what="three rules one after another")
+
+
+def _stretch_engine(f: Any) -> None:
+    model = Transformer.random(TINY)
+    for prompt in PROMPTS[:2]:
+        p, q = (torch.from_numpy(x) for x in distributions(model, model.skipping([0, 1]), prompt, keep=8))
+        _verdict(f, accept_or_replace, True, "the engine's own rule", p, q)
+        _verdict(f, _always, False, "the engine with every draft accepted", p, q)
+
+
+def _stretch_budget(f: Any) -> None:
+    for draws in (1000, 3000):
+        witness = Witness(_true_rule)
+        _audit(f, witness, P, Q, draws)
+        if not draws / 2 <= len(witness.tokens) <= draws:
+            raise Mismatch(f"the rule was called {len(witness.tokens):,} times; half of {draws:,} at least, and no more than all")
 
 
 STRETCH = Task(
     "6.1 stretch",
-    "Put a drafter of your own into the engine",
+    "Write the test that a careless rule fails",
     (
         NamedCheck("shape", _stretch_shape, hint=2),
-        NamedCheck("exact: the longest match, the latest place", _stretch_by_hand, hint=1),
-        NamedCheck("random: against every place and size", _stretch_random, hint=3),
-        NamedCheck("edges: nothing repeats, nothing asked, the end of the text", _stretch_edges, hint=2),
-        NamedCheck("edges: several requests of different lengths", _stretch_several, hint=2),
-        NamedCheck("state: requests share nothing", _stretch_state, hint=2),
-        NamedCheck("engine: the same greedy tokens", _stretch_engine, hint=2),
-        NamedCheck("budget: passes of the model", _stretch_passes, hint=1),
+        NamedCheck("exact: rules that keep p", _stretch_right, hint=3),
+        NamedCheck("exact: five careless rules", _stretch_careless, hint=1),
+        NamedCheck("random: drafts come from q, u and w from nowhere", _stretch_drafts, hint=2),
+        NamedCheck("edges: tokens of probability 0", _stretch_zeros, hint=3),
+        NamedCheck("state: inputs unchanged, nothing remembered", _stretch_state, hint=2),
+        NamedCheck("engine: its own rule, between two models", _stretch_engine, hint=1),
+        NamedCheck("budget: calls of the rule", _stretch_budget, hint=2),
     ),
     (
-        "More evidence first: do the text's last three tokens occur earlier? Only then two, then one. Among equal evidence the\n"
-        "latest place: the text has moved on since the others.",
-        "propose(requests, lengths) gives [Draft((token, …)), …], one for each request in order, at most lengths[i] tokens,\n"
-        "Draft() for no guess. request.token_ids is the text so far: read it, do not change it.",
-        "for size in (3, 2, 1), where the text is longer than size:\n"
-        "    for at in range(len(ids) - size - 1, -1, -1):\n"
-        "        if ids[at:at + size] == ids[-size:]: return Draft(tuple(ids[at + size:at + size + n]))",
+        "No single token shows it: count. Which counts do you expect of a rule that keeps p, and how far from them is chance?",
+        "Draw draws tokens from q and as many pairs u, w; call rule(p, q, token, u, w) for each, and count the tokens that come\n"
+        "out: [vocab]. Expected: draws * p. The lesson's chi_square and limit judge the difference.",
+        "Where p is 0, nothing may come out at all, and nothing can be divided by: look at these tokens first. Over the others\n"
+        "chi-square is sum((counts - expected) ** 2 / expected); one fewer than their number are its degrees of freedom.",
     ),
-    Seam("speculative", "drafter", lambda cls: {"speculative": cls()}),
-    (NgramProposer,),
 )
 
 TASKS = (CORE, BREAK, STRETCH)

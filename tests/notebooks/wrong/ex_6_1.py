@@ -2,7 +2,7 @@
 
 import torch
 
-from minillm.spec.draft import Draft
+from minillm.course.labs.speculation import limit
 
 
 def pick(weights, w):
@@ -122,49 +122,73 @@ def one_by_one(draft, rule, sample):
     return [*out, sample(len(draft))]
 
 
-def look(ids, n, sizes=(3, 2, 1), latest=True):
-    for size in sizes:
-        places = [at for at in range(len(ids) - size) if ids[at : at + size] == ids[-size:]] if len(ids) > size else []
-        if places:
-            at = places[-1 if latest else 0]
-            return tuple(ids[at + size : at + size + n])
-    return ()
+def counted(rule, p, q, draws, generator=None, same=False, drafts=None):
+    generator = generator or torch.Generator().manual_seed(3)
+    numbers = torch.rand(draws, 2, generator=generator, dtype=torch.float64).tolist()
+    tokens = torch.multinomial(q if drafts is None else drafts, draws, replacement=True, generator=generator).tolist()
+    counts = torch.zeros(len(p), dtype=torch.float64)
+    for token, (u, w) in zip(tokens, numbers):
+        counts[rule(p, q, token, u, u if same else w)[0]] += 1
+    return counts
 
 
-class GivesTuples:
-    def propose(self, requests, lengths):
-        return [look(r.token_ids, n) for r, n in zip(requests, lengths)]
+def keeps_it(counts, p, draws):
+    can = p > 0
+    if counts[~can].any():
+        return False
+    expected = draws * p[can]
+    return bool(((counts[can] - expected) ** 2 / expected).sum() < limit(max(1, int(can.sum()) - 1)))
 
 
-class FirstPlace:
-    def propose(self, requests, lengths):
-        return [Draft(look(r.token_ids, n, latest=False)) for r, n in zip(requests, lengths)]
+def the_statistic(rule, p, q, draws):
+    counts = counted(rule, p, q, draws)
+    return float(((counts - draws * p) ** 2 / (draws * p)).sum())
 
 
-class ShortestFirst:
-    def propose(self, requests, lengths):
-        return [Draft(look(r.token_ids, n, (1, 2, 3))) for r, n in zip(requests, lengths)]
+def a_percent_is_near_enough(rule, p, q, draws):
+    return bool((counted(rule, p, q, draws) / draws - p).abs().max() < 0.05)
 
 
-class OnlyThree:
-    def propose(self, requests, lengths):
-        return [Draft(look(r.token_ids, n, (3,))) for r, n in zip(requests, lengths)]
+def exactly_equal(rule, p, q, draws):
+    return bool((counted(rule, p, q, draws) / draws - p).abs().max() < 1e-3)
 
 
-class FourTokens:
-    def propose(self, requests, lengths):
-        return [Draft(look(r.token_ids, n, (4, 3, 2, 1))) for r, n in zip(requests, lengths)]
+def the_likeliest_only(rule, p, q, draws):
+    best = int(p.argmax())
+    share = counted(rule, p, q, draws)[best] / draws
+    return bool((share - p[best]).abs() < 4 * (p[best] * (1 - p[best]) / draws) ** 0.5)
 
 
-class FindsItself:
-    def propose(self, requests, lengths):
-        return [Draft(look([*r.token_ids, r.token_ids[-1]][: len(r.token_ids)], n) or tuple(r.token_ids[-1:] * n)) for r, n in
-                zip(requests, lengths)]  # fmt: skip
+def acceptance_instead(rule, p, q, draws):
+    generator = torch.Generator().manual_seed(3)
+    tokens = torch.multinomial(q, draws, replacement=True, generator=generator).tolist()
+    numbers = torch.rand(draws, 2, generator=generator, dtype=torch.float64).tolist()
+    stood = sum(rule(p, q, t, u, w)[1] for t, (u, w) in zip(tokens, numbers)) / draws
+    return abs(stood - float(torch.minimum(p, q).sum())) < 0.02
 
 
-class OneLengthForAll:
-    def propose(self, requests, lengths):
-        return [Draft(look(r.token_ids, max(lengths))) for r in requests]
+def divides_by_zero(rule, p, q, draws):
+    counts = counted(rule, p, q, draws)
+    return bool(((counts - draws * p) ** 2 / (draws * p)).sum() < limit(len(p) - 1))
+
+
+def overlooks_the_impossible(rule, p, q, draws):
+    counts = counted(rule, p, q, draws)
+    can = p > 0
+    expected = draws * p[can]
+    return bool(((counts[can] - expected) ** 2 / expected).sum() < limit(max(1, int(can.sum()) - 1)))
+
+
+def drafts_from_the_target(rule, p, q, draws):
+    return keeps_it(counted(rule, p, q, draws, drafts=torch.where(q > 0, p + q, q)), p, draws)
+
+
+def one_random_number(rule, p, q, draws):
+    return keeps_it(counted(rule, p, q, draws, same=True), p, draws)
+
+
+def ten_times_as_many(rule, p, q, draws):
+    return keeps_it(counted(rule, p, q, 2 * draws), p, 2 * draws)
 
 
 HAND, LEFT = "exact: when a drafted token stands", "exact: what replaces a refused token"
@@ -190,12 +214,15 @@ WRONG = {
         (asks_first, "state: nothing is asked behind a refusal"),
     ],
     "6.1 stretch": [
-        (GivesTuples, "shape"),
-        (FirstPlace, "exact: the longest match, the latest place"),
-        (ShortestFirst, "exact: the longest match, the latest place"),
-        (OnlyThree, "exact: the longest match, the latest place"),
-        (FourTokens, "exact: the longest match, the latest place"),
-        (FindsItself, "random: against every place and size"),
-        (OneLengthForAll, "edges: several requests of different lengths"),
+        (the_statistic, "shape"),
+        (exactly_equal, "exact: rules that keep p"),
+        (one_random_number, "exact: rules that keep p"),
+        (acceptance_instead, "exact: rules that keep p"),
+        (a_percent_is_near_enough, "exact: five careless rules"),
+        (the_likeliest_only, "exact: five careless rules"),
+        (divides_by_zero, "edges: tokens of probability 0"),
+        (overlooks_the_impossible, "edges: tokens of probability 0"),
+        (drafts_from_the_target, "exact: rules that keep p"),
+        (ten_times_as_many, "budget: calls of the rule"),
     ],
 }
