@@ -13,7 +13,7 @@ import pytest
 from minillm import kernels
 
 HERE = Path(__file__).parent
-FILES = ("test_attention.py", "test_engine.py", "test_fused.py", "test_matmul.py", "test_four_bit_model.py")
+FILES = ("test_attention.py", "test_engine.py", "test_fused.py", "test_matmul.py", "test_int8_matmul.py", "test_four_bit_model.py")
 
 
 @pytest.mark.slow
