@@ -1,5 +1,5 @@
 """Runs the tests in ``interpreted/`` with Triton's interpreter on, in a process of their own: it is chosen when Triton is
-imported, and other tests in this one may have done that. Two or three files at a time, as there are two cores."""
+imported, and other tests in this one may have done that. Three files at a time, as there are two cores."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ import pytest
 from minillm import kernels
 
 HERE = Path(__file__).parent
-FILES = ("test_attention.py", "test_engine.py", "test_fused.py", "test_matmul.py", "test_int8_matmul.py", "test_four_bit_model.py")
+FILES = (
+    "test_attention.py", "test_engine.py", "test_fused.py",
+    "test_matmul.py", "test_int8_matmul.py", "test_four_bit_model.py",
+)  # fmt: skip
 
 
 @pytest.mark.slow
@@ -22,7 +25,7 @@ def test_kernels_equal_their_references_in_the_interpreter() -> None:
     assert {file.name for file in (HERE / "interpreted").glob("test_*.py")} == set(FILES)
     environment = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST_")}
     environment |= {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    for batch in (FILES[:2], FILES[2:]):
+    for batch in (FILES[:3], FILES[3:]):
         runs = [
             subprocess.Popen(
                 [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", str(HERE / "interpreted" / file)],
