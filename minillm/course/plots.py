@@ -24,8 +24,9 @@ from minillm.course.style import (
     si,
     titled,
 )
+from minillm.perf.timing import Timing
 
-__all__ = ["Point", "Roof", "Span", "bars", "block_table", "lines", "png", "roofline", "si", "timeline"]
+__all__ = ["Point", "Roof", "Span", "bars", "block_table", "lines", "png", "roofline", "si", "timeline", "timings"]
 
 
 @dataclass(frozen=True)
@@ -141,6 +142,19 @@ def bars(
     return fig
 
 
+def timings(
+    seen: Mapping[str, Mapping[int, Timing]], xlabel: str, ylabel: str = "ms per step", *, logy: bool = False,
+    here: int | None = None,
+) -> Figure:
+    """Milliseconds with the spread of the runs, a line for each name; seen: {name: {place: timing}}. here: a place to mark."""
+    series = {
+        name: [(n, t.median * 1e3, t.p10 * 1e3, t.p90 * 1e3) for n, t in sorted(places.items())] for name, places in seen.items()
+    }
+    measured = {name: points for name, points in series.items() if points}
+    return lines(measured, xlabel, ylabel, logx=bool(measured), logy=logy and bool(measured),
+                 marks={} if here is None or not measured else {"here": float(here)})  # fmt: skip
+
+
 def lines(
     series: Mapping[str, Sequence[Sequence[float]]], xlabel: str, ylabel: str, *, logx: bool = False, logy: bool = False,
     marks: Mapping[str, float] | None = None, title: str | None = None,
@@ -165,5 +179,6 @@ def lines(
         place: dict[str, Any] = {"xycoords": ("data", "axes fraction"), "textcoords": "offset points", "va": "top"}
         ax.annotate(name, (x, 1.0), (3, -2), fontsize=SMALL, color=SOFT, **place)
     titled(ax, title, xlabel, ylabel)
-    legend(ax, "right" if len(series) > 3 else "best")
+    if series:
+        legend(ax, "right" if len(series) > 3 else "best")
     return fig

@@ -162,6 +162,14 @@ class Notebook:
         found.scroll_into_view_if_needed()
         return found
 
+    def press(self, panel: Any, key: str, slider: int = 0, times: int = 1) -> None:
+        """Move a slider of a panel by a key, as often as asked."""
+        handle = panel.locator(".noUi-handle").nth(slider)
+        handle.scroll_into_view_if_needed()
+        handle.focus()
+        for _ in range(times):
+            self.page.keyboard.press(key)
+
     def saved(self, executed: bool = True) -> Any:
         """Save, and read the file when every cell has run: cells off the screen are not in the page."""
         deadline = time.monotonic() + WAIT_MS / 1000

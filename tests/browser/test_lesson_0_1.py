@@ -18,7 +18,6 @@ def test_the_panel_of_the_lesson_measures_the_product_where_the_sliders_stop(ope
 
     book = open_notebook("1_roofline.ipynb", CHAPTER)
     book.run_all()
-    page = book.page
     panel = book.cell("panel = roofline_panel(machine)")
     said, picture = panel.locator(".verdict"), panel.locator(".widget-image").first
 
@@ -29,10 +28,8 @@ def test_the_panel_of_the_lesson_measures_the_product_where_the_sliders_stop(ope
         return picture.get_attribute("src")
 
     pictures = [measured("1 row")]
-    handle = panel.locator(".noUi-handle").first
     for rows in ("2 rows", "4 rows"):
-        handle.focus()
-        page.keyboard.press("ArrowRight")
+        book.press(panel, "ArrowRight")
         pictures.append(measured(rows))
     assert len(set(pictures)) == 3, "the picture did not follow the keys"
     assert panel.locator(".widget-image").count() == 1, "one picture, replaced in place"

@@ -18,7 +18,6 @@ def test_the_panel_of_the_lesson_measures_both_phases_where_the_sliders_stop(ope
 
     book = open_notebook("2_prefill_decode.ipynb", CHAPTER)
     book.run_all()
-    page = book.page
     panel = book.cell("phases_panel(machine, [llm.model")
     said, picture = panel.locator(".verdict"), panel.locator(".widget-image").first
 
@@ -33,8 +32,7 @@ def test_the_panel_of_the_lesson_measures_both_phases_where_the_sliders_stop(ope
         (0, "ArrowLeft", "256 tokens", "1 request"),
         (1, "ArrowRight", "512 tokens", "2 requests"),
     ):
-        panel.locator(".noUi-handle").nth(slider).focus()
-        page.keyboard.press(key)
+        book.press(panel, key, slider)
         pictures.append(measured(prefill, decode))
     assert len(set(pictures)) == 3, "the picture did not follow the keys"
     assert panel.locator(".widget-image").count() == 1, "one picture, replaced in place"

@@ -32,10 +32,7 @@ def test_the_tree_steps_on_and_back_and_the_panel_follows_its_slider(open_notebo
     expect(said).to_contain_text("256 of 512 tokens cached", timeout=MEASURED_MS)
     expect(said).to_contain_text("times as long", timeout=MEASURED_MS)
     before, picture = said.inner_text(), image.get_attribute("src")
-    handle = panel.locator(".noUi-handle").first
-    handle.scroll_into_view_if_needed()
-    handle.focus()
-    page.keyboard.press("ArrowRight")
+    book.press(panel, "ArrowRight")
     expect(said).to_contain_text("384 of 512 tokens cached", timeout=MEASURED_MS)
     expect(said).to_contain_text("times as long", timeout=MEASURED_MS)
     assert said.inner_text() != before and image.get_attribute("src") != picture, "neither picture nor verdict followed the key"

@@ -17,17 +17,13 @@ def test_the_panel_of_the_lesson_measures_the_length_and_the_tier_that_were_chos
 
     book = open_notebook("3_tiered_cache.ipynb", CHAPTER)
     book.run_all()
-    page = book.page
     panel = book.cell("lab.tier_panel(bench")
     said, image = panel.locator(".verdict"), panel.locator(".widget-image").first
     expect(said).to_contain_text("256 tokens", timeout=MEASURED_MS)
     expect(said).to_contain_text("times as fast", timeout=MEASURED_MS)
     before, picture = said.inner_text(), image.get_attribute("src")
     for handle, expected in ((0, "128 tokens"), (1, "loaded from disk")):
-        slider = panel.locator(".noUi-handle").nth(handle)
-        slider.scroll_into_view_if_needed()
-        slider.focus()
-        page.keyboard.press("ArrowLeft" if handle == 0 else "ArrowRight")
+        book.press(panel, "ArrowLeft" if handle == 0 else "ArrowRight", handle)
         expect(said).to_contain_text(expected, timeout=MEASURED_MS)
         expect(said).to_contain_text("times as fast", timeout=MEASURED_MS)
     assert said.inner_text() != before and image.get_attribute("src") != picture, "neither picture nor verdict followed the keys"

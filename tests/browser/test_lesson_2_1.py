@@ -17,16 +17,12 @@ def test_the_panel_of_the_lesson_measures_where_the_slider_stops(open_notebook: 
 
     book = open_notebook("1_w8a8.ipynb", CHAPTER)
     book.run_all()
-    page = book.page
     panel = book.cell("lab.tokens_panel(made")
     said, image = panel.locator(".verdict"), panel.locator(".widget-image").first
     expect(said).to_contain_text("1 token in the step", timeout=MEASURED_MS)
     expect(said).to_contain_text("times as fast", timeout=MEASURED_MS)
     before, picture = said.inner_text(), image.get_attribute("src")
-    handle = panel.locator(".noUi-handle").first
-    handle.scroll_into_view_if_needed()
-    handle.focus()
-    page.keyboard.press("ArrowRight")
+    book.press(panel, "ArrowRight")
     expect(said).to_contain_text("2 tokens in the step", timeout=MEASURED_MS)
     expect(said).not_to_contain_text("measuring", timeout=MEASURED_MS)
     assert said.inner_text() != before and image.get_attribute("src") != picture, "neither picture nor verdict followed the key"

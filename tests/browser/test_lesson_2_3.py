@@ -21,10 +21,7 @@ def test_the_panel_measures_where_the_sliders_stop(open_notebook: Callable[..., 
     said = panel.locator(".verdict")
     expect(said).to_contain_text("32 tokens, top 8 of 64", timeout=MEASURED_MS)
     expect(said).to_contain_text("times as long", timeout=MEASURED_MS)
-    handle = panel.locator(".noUi-handle").first
-    handle.scroll_into_view_if_needed()
-    handle.focus()
-    book.page.keyboard.press("ArrowLeft")
+    book.press(panel, "ArrowLeft")
     expect(said).to_contain_text("16 tokens", timeout=MEASURED_MS)
     expect(said).not_to_contain_text("measuring", timeout=MEASURED_MS)
     book.screenshot("lesson_2_3")

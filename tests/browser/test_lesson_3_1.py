@@ -22,10 +22,7 @@ def test_the_panel_of_the_lesson_follows_its_sliders(open_notebook: Callable[...
     expect(said).to_contain_text("n = 512, head_dim 64", timeout=MEASURED_MS)
     expect(said).to_contain_text("times as long", timeout=MEASURED_MS)
     before, picture = said.inner_text(), image.get_attribute("src")
-    handle = panel.locator(".noUi-handle").first
-    handle.scroll_into_view_if_needed()
-    handle.focus()
-    book.page.keyboard.press("ArrowLeft")
+    book.press(panel, "ArrowLeft")
     expect(said).to_contain_text("n = 256, head_dim 64", timeout=MEASURED_MS)
     expect(said).to_contain_text("times as long", timeout=MEASURED_MS)
     assert said.inner_text() != before and image.get_attribute("src") != picture, "neither picture nor verdict followed the key"

@@ -17,16 +17,12 @@ def test_the_panel_of_the_lesson_measures_where_the_sliders_stop(open_notebook: 
 
     book = open_notebook("2_int4_weights.ipynb", CHAPTER)
     book.run_all()
-    page = book.page
     panel = book.cell("lab.rows_panel(made")
     said, image = panel.locator(".verdict"), panel.locator(".widget-image").first
     expect(said).to_contain_text("1 row, 4 bits", timeout=MEASURED_MS)
     expect(said).to_contain_text("times as fast as 16 bits", timeout=MEASURED_MS)
     before, picture = said.inner_text(), image.get_attribute("src")
-    handle = panel.locator(".noUi-handle").first
-    handle.scroll_into_view_if_needed()
-    handle.focus()
-    page.keyboard.press("ArrowRight")
+    book.press(panel, "ArrowRight")
     expect(said).to_contain_text("2 rows, 4 bits", timeout=MEASURED_MS)
     expect(said).not_to_contain_text("measuring", timeout=MEASURED_MS)
     assert said.inner_text() != before and image.get_attribute("src") != picture, "neither picture nor verdict followed the key"

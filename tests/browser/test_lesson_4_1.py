@@ -25,10 +25,7 @@ def test_the_tables_are_stepped_and_the_panel_measures_where_the_slider_stops(op
     expect(frame).to_contain_text("1 of", timeout=MEASURED_MS)
     tables.locator("button[title='one frame on']").click()
     expect(frame).to_contain_text("copied to", timeout=MEASURED_MS)
-    handle = panel.locator(".noUi-handle").first
-    handle.scroll_into_view_if_needed()
-    handle.focus()
-    book.page.keyboard.press("ArrowLeft")
+    book.press(panel, "ArrowLeft")
     expect(said).to_contain_text("context 512", timeout=MEASURED_MS)
     expect(said).not_to_contain_text("measuring", timeout=MEASURED_MS)
     book.screenshot("lesson_4_1")

@@ -20,10 +20,7 @@ def test_the_panel_measures_where_the_slider_stops(open_notebook: Callable[..., 
     panel = book.cell("lab.context_panel(made")
     said = panel.locator(".verdict")
     expect(said).to_contain_text("fastest", timeout=MEASURED_MS)
-    handle = panel.locator(".noUi-handle").first
-    handle.scroll_into_view_if_needed()
-    handle.focus()
-    book.page.keyboard.press("ArrowLeft")
+    book.press(panel, "ArrowLeft")
     expect(said).to_contain_text("context 4096", timeout=MEASURED_MS)
     expect(said).not_to_contain_text("measuring", timeout=MEASURED_MS)
     book.screenshot("lesson_4_2")

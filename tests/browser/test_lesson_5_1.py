@@ -23,10 +23,7 @@ def test_the_steps_play_and_the_panel_serves_where_the_slider_stops(open_noteboo
     expect(said).to_contain_text("4 slots, all at once", timeout=MEASURED_MS)
     expect(said).to_contain_text("tok/s", timeout=MEASURED_MS)
     picture = image.get_attribute("src")
-    handle = panel.locator(".noUi-handle").first
-    handle.scroll_into_view_if_needed()
-    handle.focus()
-    page.keyboard.press("ArrowRight")
+    book.press(panel, "ArrowRight")
     expect(said).to_contain_text("8 slots, all at once", timeout=MEASURED_MS)
     expect(said).to_contain_text("tok/s", timeout=MEASURED_MS)
     assert image.get_attribute("src") != picture and panel.locator(".widget-image").count() == 1

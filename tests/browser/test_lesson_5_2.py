@@ -17,16 +17,12 @@ def test_the_panel_of_the_lesson_measures_where_the_slider_stops(open_notebook: 
 
     book = open_notebook("2_chunked_prefill.ipynb", CHAPTER)
     book.run_all()
-    page = book.page
     panel = book.cell("lab.chunk_panel(bench")
     said, image = panel.locator(".verdict"), panel.locator(".widget-image").first
     expect(said).to_contain_text("chunks of 128", timeout=MEASURED_MS)
     expect(said).to_contain_text("Against prefill first", timeout=MEASURED_MS)
     picture = image.get_attribute("src")
-    handle = panel.locator(".noUi-handle").first
-    handle.scroll_into_view_if_needed()
-    handle.focus()
-    page.keyboard.press("ArrowRight")
+    book.press(panel, "ArrowRight")
     expect(said).to_contain_text("chunks of 256", timeout=MEASURED_MS)
     expect(said).to_contain_text("in 2 steps", timeout=MEASURED_MS)
     assert image.get_attribute("src") != picture, "the picture did not follow the key"

@@ -22,10 +22,7 @@ def test_the_panel_measures_the_padded_step_and_the_lanes_go_on(open_notebook: C
     expect(panel).to_contain_text("9 rows are computed as 16", timeout=MEASURED_MS)
     expect(panel).to_contain_text("times as long", timeout=MEASURED_MS)
     before, picture = said.inner_text(), image.get_attribute("src")
-    handle = panel.locator(".noUi-handle").first
-    handle.scroll_into_view_if_needed()
-    handle.focus()
-    book.page.keyboard.press("ArrowRight")
+    book.press(panel, "ArrowRight")
     expect(panel).to_contain_text("12 rows are computed as 16", timeout=MEASURED_MS)
     expect(panel).not_to_contain_text("measuring", timeout=MEASURED_MS)
     assert said.inner_text() != before and image.get_attribute("src") != picture, "neither picture nor verdict followed the key"

@@ -23,11 +23,7 @@ def test_the_sliders_of_the_lesson_give_another_speed_up(open_notebook: Callable
     said, image = panel.locator(".verdict"), panel.locator(".widget-image").first
     expect(said).to_contain_text("S = ", timeout=MEASURED_MS)
     picture, before = image.get_attribute("src"), said.inner_text()
-    handle = panel.locator(".noUi-handle").first
-    handle.scroll_into_view_if_needed()
-    handle.focus()
-    for _ in range(4):
-        page.keyboard.press("ArrowLeft")
+    book.press(panel, "ArrowLeft", times=4)
     expect(said).not_to_have_text(before, timeout=MEASURED_MS)
     expect(said).to_contain_text("S = ", timeout=MEASURED_MS)
     assert re.search(r"E = [\d.]+", said.inner_text()).group() != re.search(r"E = [\d.]+", before).group()

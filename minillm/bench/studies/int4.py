@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
+from minillm.bench.decode import DecodeBench
 from minillm.bench.study import Bar
-from minillm.course.labs.kv_cache import DecodeBench
 from minillm.model.loader import load_checkpoint
 from minillm.model.transformer import Transformer
 from minillm.quant.config import QuantConfig

@@ -12,10 +12,10 @@ from functools import partial
 from typing import Mapping, Sequence
 
 from minillm import LLM
+from minillm.bench.decode import DecodeBench
 from minillm.bench.needles import ask, divergence, haystack
 from minillm.bench.quality import Evaluation
 from minillm.bench.study import Bar
-from minillm.course.labs.kv_cache import DecodeBench
 from minillm.engine.admission import TokenizerLike
 from minillm.model.transformer import Transformer
 

@@ -14,7 +14,7 @@ from minillm.attention.choice import torch_attention
 from minillm.cache.choice import plain_store
 from minillm.config import ModelConfig
 from minillm.course.panel import Panel
-from minillm.course.plots import bars, lines
+from minillm.course.plots import bars, timings
 from minillm.engine.batch import ForwardBatch, Row
 from minillm.model.layers import PLAIN
 from minillm.model.mla_config import MLAConfig
@@ -167,10 +167,8 @@ Seen = Mapping[int, Mapping[str, Timing]]
 def time_figure(seen: Seen) -> Figure:
     """Milliseconds of a layer's attention against context, with the spread of the runs."""
     names = list(next(iter(seen.values())))
-    series = {
-        name: [(n, t[name].median * 1e3, t[name].p10 * 1e3, t[name].p90 * 1e3) for n, t in sorted(seen.items())] for name in names
-    }
-    return lines(series, "context", "ms of one layer's attention", logx=True, logy=True)
+    found = {name: {n: t[name] for n, t in seen.items()} for name in names}
+    return timings(found, "context", "ms of one layer's attention", logy=True)
 
 
 def verdict(found: Mapping[str, Timing]) -> str:

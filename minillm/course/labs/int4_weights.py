@@ -10,11 +10,12 @@ import torch
 from matplotlib.figure import Figure
 from torch import Tensor
 
+from minillm.bench.decode import DecodeBench, Step, Steps, timing_of
+from minillm.bench.decode import sweep as taking_turns
 from minillm.bench.quality import Evaluation
 from minillm.config import ModelConfig
-from minillm.course.labs.kv_cache import DecodeBench, Step
 from minillm.course.panel import Panel
-from minillm.course.plots import lines
+from minillm.course.plots import lines, timings
 from minillm.course.predictions import short
 from minillm.course.style import COLOURS, DPI, INK, SMALL, SOFT, Drawing, figure, si, styled, titled
 from minillm.engine.admission import TokenizerLike
@@ -103,19 +104,12 @@ def benches(models: Mapping[str, Transformer]) -> dict[str, DecodeBench]:
     return {name: DecodeBench(model, most=CONTEXT, batch=ROWS[-1]) for name, model in models.items()}
 
 
-Seconds = dict[str, dict[int, Step]]
-
-
-def sweep(made: Mapping[str, DecodeBench], rows: Sequence[int], repeats: int = 5) -> Seconds:
+def sweep(made: Mapping[str, DecodeBench], rows: Sequence[int], repeats: int = 5) -> Steps:
     """{format: {rows: step}}, formats taking turns at each number of rows."""
-    found: Seconds = {name: {} for name in made}
-    for n in rows:
-        for name, bench in made.items():
-            found[name][n] = bench.measure(CONTEXT, n, True, repeats=repeats)
-    return found
+    return taking_turns(made, rows, lambda name, n: made[name].measure(CONTEXT, n, True, repeats=repeats))
 
 
-def crossover(found: Seconds, name: str, base: str = "16 bits") -> str:
+def crossover(found: Steps, name: str, base: str = "16 bits") -> str:
     """Where fewer bits stop paying among the rows that were measured, in words."""
     rows = sorted(set(found[name]) & set(found[base]))
     gains = [found[base][n].timing.median / found[name][n].timing.median for n in rows]
@@ -124,23 +118,14 @@ def crossover(found: Seconds, name: str, base: str = "16 bits") -> str:
     return f"{name} against {base} by rows: {said}; " + (f"no gain from {first} rows on" if first else "a gain at each of them")
 
 
-def time_figure(found: Seconds, here: int | None = None) -> Figure:
+def time_figure(found: Steps, here: int | None = None) -> Figure:
     """Milliseconds of a step against rows, one line per format, with the spread of the runs."""
-    series = {
-        name: [(n, s.timing.median * 1e3, s.timing.p10 * 1e3, s.timing.p90 * 1e3) for n, s in sorted(steps.items())]
-        for name, steps in found.items() if steps
-    }  # fmt: skip
-    if not series:
-        fig, ax = figure()
-        titled(ax, None, "rows (requests that decode together)", "ms per step")
-        return fig
-    marks = {} if here is None else {"here": float(here)}
-    return lines(series, "rows (requests that decode together)", "ms per step", logx=True, marks=marks)
+    return timings(timing_of(found), "rows (requests that decode together)", here=here)
 
 
-def rows_panel(made: Mapping[str, DecodeBench], hardware: Hardware, seen: Seconds | None = None) -> Panel:
+def rows_panel(made: Mapping[str, DecodeBench], hardware: Hardware, seen: Steps | None = None) -> Panel:
     """Rows and bits; each place is measured anew, and leaves its point on the picture."""
-    kept: Seconds = {name: dict((seen or {}).get(name, {})) for name in made}
+    kept: Steps = {name: dict((seen or {}).get(name, {})) for name in made}
     first = next(iter(made))
 
     def run(job: Any, rows: int, bits: str) -> dict[str, Step]:
@@ -165,7 +150,7 @@ def rows_panel(made: Mapping[str, DecodeBench], hardware: Hardware, seen: Second
 
 
 def explain(
-    bench: DecodeBench, hardware: Hardware, rows: int, bits: str, kept: Seconds, base: str, measured: bool
+    bench: DecodeBench, hardware: Hardware, rows: int, bits: str, kept: Steps, base: str, measured: bool
 ) -> str:  # fmt: skip
     work = bench.work(CONTEXT, rows, True)
     floor = predict(work, hardware)

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
-from typing import Any, Callable, Mapping, Sequence
+from typing import Any, Mapping, Sequence
 
 import ipywidgets as w
 import torch
@@ -13,10 +12,9 @@ from matplotlib.patches import Patch, Rectangle
 from matplotlib.ticker import LogLocator, NullLocator
 from torch import Tensor
 
-from minillm.attention.torch_backend import TorchAttention, precision_name
-from minillm.bench.quality import make_kv
+from minillm.attention.torch_backend import TorchAttention
+from minillm.bench.decode import DecodeBench, Step
 from minillm.cache.kv_store import PlainKVStore
-from minillm.cache.quantised_kv import QuantisedKVStore
 from minillm.config import ModelConfig
 from minillm.course.panel import Panel
 from minillm.course.plots import Point, Roof, lines, roofline
@@ -27,15 +25,11 @@ from minillm.engine.runner import ModelRunner
 from minillm.model.transformer import Transformer
 from minillm.perf.hardware import Hardware
 from minillm.perf.roofline import predict, step_work
-from minillm.perf.timing import Timing
 from minillm.perf.units import check_whole, format_time
-from minillm.perf.work import Work
 
 POSITIONS = (16, 32, 64, 128, 256, 512)
 BATCHES = (1, 2, 4)
 WAYS = {"recompute": "without a cache", "cache": "with a cache"}
-SECONDS_EACH = 0.6
-"""After this long no further run of a step is started: without a cache a late position takes seconds."""
 
 
 # Pictures of the mechanism, derived from shapes alone -------------------------------------------------------------------------
@@ -92,89 +86,6 @@ def crossing(config: ModelConfig) -> int:
 
 
 # The measurement --------------------------------------------------------------------------------------------------------------
-
-
-class Ticking(TorchAttention):
-    """The engine's attention; calls ``tick`` in every layer, so that a long step can be stopped in its middle."""
-
-    def __init__(self, window: int | None, tick: Callable[[], None]) -> None:
-        super().__init__(window)
-        self.tick = tick
-
-    def forward(self, q: Tensor, layer: int, store: Any, plan: Any) -> Tensor:
-        self.tick()
-        return super().forward(q, layer, store, plan)
-
-
-@dataclass(frozen=True)
-class Step:
-    """One way of making the token at a position: its counted work and the time that it took."""
-
-    work: Work
-    timing: Timing
-
-
-class DecodeBench:
-    """Times single steps of a model at any position up to ``most``, for up to ``batch`` rows.
-
-    The cache is filled with noise: the time of a step does not depend on what the keys and values are, its text would.
-    """
-
-    def __init__(
-        self, model: Transformer, most: int = POSITIONS[-1], batch: int = BATCHES[-1], block_size: int = 16,
-        kv_dtype: str = "auto",
-    ) -> None:  # fmt: skip
-        self.model, self.most, self.batch, self.block_size = model, most, batch, block_size
-        self.blocks = -(-most // block_size)
-        self.store = make_kv(kv_dtype, model, (1 + batch * self.blocks) * block_size)
-        shape = (self.store.num_slots, model.config.num_kv_heads, model.config.head_dim)
-        k, v = torch.randn(2, *shape, generator=torch.Generator().manual_seed(0)).to(model.dtype)
-        for layer in range(model.config.num_layers):
-            self.store.write(layer, torch.arange(self.store.num_slots), k, v)
-
-    @property
-    def precision(self) -> str:
-        return precision_name(self.model.dtype)
-
-    def build(self, position: int, batch: int, cached: bool) -> ForwardBatch:
-        """The step that makes the logits at ``position`` (1 is the first token): one token a row, or all of them."""
-        for name, value, most in (("position", position, self.most), ("batch", batch, self.batch)):
-            check_whole(name, value)
-            if value > most:
-                raise ValueError(f"{name} must be at most {most}, got {value}")
-        start = position - 1 if cached else 0
-        ids = [(7 * i + 3) % self.model.config.vocab_size for i in range(start, position)]
-        tables = [range(1 + r * self.blocks, 1 + (r + 1) * self.blocks) for r in range(batch)]
-        return ForwardBatch.build([Row(ids, start, table) for table in tables], self.block_size, device=self.model.device)
-
-    def work(self, position: int, batch: int, cached: bool) -> Work:
-        made = self.build(position, batch, cached)
-        backend = TorchAttention(self.model.config.sliding_window)
-        work = self.model.work(made, backend, backend.plan(made, self.model.dtype))
-        return self.store.recount(work) if isinstance(self.store, QuantisedKVStore) else work
-
-    def measure(
-        self, position: int, batch: int, cached: bool, tick: Callable[[], None] = lambda: None, repeats: int = 5
-    ) -> Step:
-        """Time the step: the first run warms up and counts only where it took long by itself."""
-        made = self.build(position, batch, cached)
-        runner = ModelRunner(self.model, self.store, Ticking(self.model.config.sliding_window, tick), self.block_size)
-        samples: list[float] = []
-        started = time.perf_counter()
-        with torch.inference_mode():
-            for i in range(repeats + 1):
-                before = time.perf_counter()
-                _, work = runner.forward(made)
-                seconds = time.perf_counter() - before
-                if i > 0 or seconds > SECONDS_EACH / 2:
-                    samples.append(seconds)
-                if samples and time.perf_counter() - started > SECONDS_EACH:
-                    break
-        return Step(work, Timing(tuple(samples)))
-
-    def compare(self, position: int, batch: int = 1, tick: Callable[[], None] = lambda: None) -> dict[str, Step]:
-        """Both ways of making the token at a position."""
-        return {way: self.measure(position, batch, way == "cache", tick) for way in ("cache", "recompute")}
 
 
 def ratio(found: Mapping[str, Step]) -> float:

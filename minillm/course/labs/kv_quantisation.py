@@ -10,14 +10,15 @@ from matplotlib.figure import Figure
 from torch import Tensor
 
 from minillm.attention.torch_backend import TorchAttention
+from minillm.bench.decode import DecodeBench, Step, Steps, timing_of
+from minillm.bench.decode import sweep as taking_turns
 from minillm.bench.needles import Haystack, ask, divergence
 from minillm.bench.quality import KVKind, make_kv
 from minillm.cache.kv_store import PlainKVStore
 from minillm.cache.quantised_kv import bytes_per_element
 from minillm.config import ModelConfig
-from minillm.course.labs.kv_cache import DecodeBench, Step
 from minillm.course.panel import Panel
-from minillm.course.plots import lines
+from minillm.course.plots import lines, timings
 from minillm.course.predictions import short
 from minillm.course.style import COLOURS, DPI, INK, SMALL, SOFT, Drawing, figure, styled, titled
 from minillm.engine.batch import ForwardBatch, Row
@@ -186,19 +187,12 @@ def benches(model: Transformer, most: int = CONTEXTS[-1], batch: int = BATCH) ->
     return {name: DecodeBench(model, most, batch, kv_dtype=kind) for name, kind in KINDS.items()}
 
 
-Seconds = dict[str, dict[int, Step]]
-
-
-def sweep(made: Mapping[str, DecodeBench], contexts: Sequence[int], batch: int = BATCH, repeats: int = 3) -> Seconds:
+def sweep(made: Mapping[str, DecodeBench], contexts: Sequence[int], batch: int = BATCH, repeats: int = 3) -> Steps:
     """{kind: {context: step}}, kinds taking turns at each context."""
-    found: Seconds = {name: {} for name in made}
-    for context in contexts:
-        for name, bench in made.items():
-            found[name][context] = bench.measure(context, batch, True, repeats=repeats)
-    return found
+    return taking_turns(made, contexts, lambda name, n: made[name].measure(n, batch, True, repeats=repeats))
 
 
-def compared(found: Seconds, name: str, base: str = "16 bits") -> str:
+def compared(found: Steps, name: str, base: str = "16 bits") -> str:
     """The factor in time by context, and the factor in bytes of KV, in words."""
     said = []
     for context in sorted(set(found[name]) & set(found[base])):
@@ -208,7 +202,7 @@ def compared(found: Seconds, name: str, base: str = "16 bits") -> str:
     return f"{name} against {base} by context: " + "; ".join(said)
 
 
-def accounts(found: Seconds, context: int, hardware: Hardware, base: str = "16 bits") -> str:
+def accounts(found: Steps, context: int, hardware: Hardware, base: str = "16 bits") -> str:
     """What each kind's step reads, moves and takes, and whether fewer bytes made it faster."""
     lines_, times = [], {name: steps[context].timing for name, steps in found.items()}
     for name, timing in times.items():
@@ -223,24 +217,15 @@ def accounts(found: Seconds, context: int, hardware: Hardware, base: str = "16 b
     return "\n".join(lines_)
 
 
-def time_figure(found: Seconds, here: int | None = None) -> Figure:
+def time_figure(found: Steps, here: int | None = None) -> Figure:
     """Milliseconds of a step against context, one line per kind, with the spread of the runs."""
-    series = {
-        name: [(n, s.timing.median * 1e3, s.timing.p10 * 1e3, s.timing.p90 * 1e3) for n, s in sorted(steps.items())]
-        for name, steps in found.items() if steps
-    }  # fmt: skip
-    if not series:
-        fig, ax = figure()
-        titled(ax, None, "context of each row")
-        return fig
-    marks = {} if here is None else {"here": float(here)}
-    return lines(series, "context of each row", "ms per step", logx=True, marks=marks)
+    return timings(timing_of(found), "context of each row", here=here)
 
 
-def context_panel(made: Mapping[str, DecodeBench], hardware: Hardware, seen: Seconds | None = None) -> Panel:
+def context_panel(made: Mapping[str, DecodeBench], hardware: Hardware, seen: Steps | None = None) -> Panel:
     """Context, rows and kind of KV; each place is measured anew against 16 bits. The picture keeps the points of these rows."""
     first = next(iter(made))
-    kept: dict[int, Seconds] = {BATCH: {name: dict((seen or {}).get(name, {})) for name in made}}
+    kept: dict[int, Steps] = {BATCH: {name: dict((seen or {}).get(name, {})) for name in made}}
 
     def run(job: Any, context: int, rows: int, kind: str) -> dict[str, Step]:
         found = {}

@@ -8,13 +8,14 @@ import ipywidgets as w
 from matplotlib.figure import Figure
 from torch import Tensor
 
+from minillm.bench.decode import DecodeBench, Step, Steps, timing_of
+from minillm.bench.decode import sweep as taking_turns
 from minillm.bench.quality import Evaluation
-from minillm.course.labs.int4_weights import Seconds, task_table
-from minillm.course.labs.kv_cache import DecodeBench, Step
+from minillm.course.labs.int4_weights import task_table
 from minillm.course.panel import Panel
-from minillm.course.plots import lines
+from minillm.course.plots import lines, timings
 from minillm.course.predictions import short
-from minillm.course.style import COLOURS, DPI, SMALL, Drawing, figure, styled, titled
+from minillm.course.style import COLOURS, DPI, SMALL, Drawing, styled, titled
 from minillm.engine.admission import TokenizerLike
 from minillm.model.transformer import Transformer
 from minillm.perf.hardware import Hardware
@@ -126,17 +127,12 @@ def step_at(made: Mapping[str, DecodeBench], name: str, tokens: int, tick: Any =
     return made[name].measure(tokens, 1, False, tick)
 
 
-def sweep(made: Mapping[str, DecodeBench], tokens: Sequence[int]) -> Seconds:
+def sweep(made: Mapping[str, DecodeBench], tokens: Sequence[int]) -> Steps:
     """{format: {tokens: step}}; formats take turns at each number of tokens."""
-    found: Seconds = {name: {} for name in made}
-    for n in tokens:
-        for name in made:
-            if (step := step_at(made, name, n)) is not None:
-                found[name][n] = step
-    return found
+    return taking_turns(made, tokens, lambda name, n: step_at(made, name, n))
 
 
-def crossing(found: Seconds, name: str, base: str) -> str:
+def crossing(found: Steps, name: str, base: str) -> str:
     """From or up to how many tokens ``name`` is faster than ``base``, among those where both were measured, in words."""
     both = sorted(set(found[name]) & set(found[base]))
     gains = {n: found[base][n].timing.median / found[name][n].timing.median for n in both}
@@ -149,23 +145,14 @@ def crossing(found: Seconds, name: str, base: str) -> str:
     return f"{name} against {base} by tokens: {said}; {verdict}"
 
 
-def time_figure(found: Seconds, here: int | None = None) -> Figure:
+def time_figure(found: Steps, here: int | None = None) -> Figure:
     """Milliseconds of a step against its tokens, with the spread of the runs."""
-    series = {
-        name: [(n, s.timing.median * 1e3, s.timing.p10 * 1e3, s.timing.p90 * 1e3) for n, s in sorted(steps.items())]
-        for name, steps in found.items() if steps
-    }  # fmt: skip
-    if not series:
-        fig, ax = figure()
-        titled(ax, None, "tokens per step", "ms per step")
-        return fig
-    marks = {} if here is None else {"here": float(here)}
-    return lines(series, "tokens per step", "ms per step", logx=True, logy=True, marks=marks)
+    return timings(timing_of(found), "tokens per step", logy=True, here=here)
 
 
-def tokens_panel(made: Mapping[str, DecodeBench], seen: Seconds | None = None) -> Panel:
+def tokens_panel(made: Mapping[str, DecodeBench], seen: Steps | None = None) -> Panel:
     """Tokens per step; all formats are measured anew where the slider stops, and leave their points on the picture."""
-    kept: Seconds = {name: dict((seen or {}).get(name, {})) for name in made}
+    kept: Steps = {name: dict((seen or {}).get(name, {})) for name in made}
 
     def run(job: Any, tokens: int) -> dict[str, Step]:
         found = {}
