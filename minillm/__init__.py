@@ -6,10 +6,11 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from minillm.config import EngineConfig, ModelConfig, RopeConfig
+    from minillm.config import EngineConfig
     from minillm.engine.engine import Engine
     from minillm.engine.request import RequestOutput
     from minillm.llm import LLM
+    from minillm.model.config import ModelConfig, RopeConfig
     from minillm.model.transformer import Transformer
     from minillm.sampling_params import SamplingParams
 

@@ -7,8 +7,8 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from minillm.cache.kv_store import KVStore
-from minillm.config import ModelConfig
 from minillm.engine.batch import ForwardBatch
+from minillm.model.config import ModelConfig
 from minillm.perf.work import Work
 
 

@@ -11,7 +11,8 @@ from minillm.attention.sparse import SparseAttention
 from minillm.attention.torch_backend import TorchAttention
 from minillm.attention.triton_backend import TritonAttention, unsupported
 from minillm.attention.window import SparseView
-from minillm.config import EngineConfig, ModelConfig
+from minillm.config import EngineConfig
+from minillm.model.config import ModelConfig
 
 SPARSE_WINDOW = 64
 """Keys up to its own whose blocks every token reads, unless said."""

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from minillm.attention.torch_backend import RowGroup, TorchAttention, precision_name
 from minillm.cache.kv_store import KVStore
-from minillm.config import ModelConfig
 from minillm.engine.batch import ForwardBatch
+from minillm.model.config import ModelConfig
 from minillm.model.mla_config import MLAConfig
 from minillm.perf.work import Work, visible_pairs
 

@@ -14,8 +14,8 @@ from torch import Tensor
 from minillm.attention.indexer import Indexer, best_blocks
 from minillm.attention.window import SparseView
 from minillm.cache.summaries import SummarisedStore
-from minillm.config import ModelConfig
 from minillm.engine.batch import slots_at, to_device
+from minillm.model.config import ModelConfig
 from minillm.perf.work import Work
 
 TOGETHER = 32

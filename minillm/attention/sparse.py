@@ -15,8 +15,8 @@ from minillm.attention.torch_backend import RowGroup, TorchAttention, attend, pr
 from minillm.attention.window import SparseView
 from minillm.cache.kv_store import KVStore
 from minillm.cache.summaries import SummarisedStore, summary_shape
-from minillm.config import ModelConfig
 from minillm.engine.batch import ForwardBatch, slots_at, to_device
+from minillm.model.config import ModelConfig
 from minillm.perf.work import Work
 
 FEW = 16

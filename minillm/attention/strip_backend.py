@@ -10,8 +10,8 @@ from torch import Tensor
 
 from minillm.attention.torch_backend import precision_name
 from minillm.cache.kv_store import KVStore, PlainKVStore
-from minillm.config import ModelConfig
 from minillm.engine.batch import ForwardBatch, slots_of
+from minillm.model.config import ModelConfig
 from minillm.perf.work import Work, visible_pairs
 
 

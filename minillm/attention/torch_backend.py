@@ -13,8 +13,8 @@ from torch import Tensor
 
 from minillm.attention.window import Window
 from minillm.cache.kv_store import KVStore
-from minillm.config import ModelConfig
 from minillm.engine.batch import ForwardBatch, slots_at, to_device
+from minillm.model.config import ModelConfig
 from minillm.perf.work import Work, visible_pairs
 
 MAX_PADDING = 1.3

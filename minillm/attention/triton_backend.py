@@ -13,8 +13,8 @@ from minillm import kernels
 from minillm.attention.torch_backend import precision_name
 from minillm.attention.window import Window
 from minillm.cache.kv_store import KVStore
-from minillm.config import ModelConfig
 from minillm.engine.batch import ForwardBatch
+from minillm.model.config import ModelConfig
 from minillm.perf.work import Work, visible_pairs
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)

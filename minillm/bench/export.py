@@ -17,7 +17,7 @@ from filelock import FileLock
 from safetensors.torch import save_file
 from torch import Tensor
 
-from minillm.config import ARCHITECTURES, ModelConfig
+from minillm.model.config import ARCHITECTURES, ModelConfig
 from minillm.model.fetch import fetch
 from minillm.model.loader import Checkpoint, load_checkpoint
 from minillm.model.packaged import PACKAGED

@@ -9,7 +9,7 @@ from typing import Any
 
 from minillm.bench.engines import Engine
 from minillm.bench.measures import Measure
-from minillm.config import ModelConfig
+from minillm.model.config import ModelConfig
 from minillm.perf.hardware import Machine
 from minillm.perf.roofline import decode_work, predict, prefill_work
 from minillm.perf.work import Work

@@ -12,7 +12,7 @@ from minillm.bench.engines import Engine
 from minillm.bench.floors import floor_seconds, read_machine
 from minillm.bench.measures import BARS, Bar, Measure
 from minillm.bench.rounds import Results, Sample
-from minillm.config import ModelConfig
+from minillm.model.config import ModelConfig
 from minillm.perf.timing import Timing
 
 FORMAT = 1

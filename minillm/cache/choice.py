@@ -8,7 +8,8 @@ from minillm.cache.kv_store import KVStore, PlainKVStore
 from minillm.cache.latent_kv import LatentKVStore
 from minillm.cache.prefix import HashPrefixCache, NoPrefixCache, PrefixCache
 from minillm.cache.radix import RadixPrefixCache
-from minillm.config import EngineConfig, ModelConfig
+from minillm.config import EngineConfig
+from minillm.model.config import ModelConfig
 
 PREFIX_CACHES = {"hash": HashPrefixCache, "radix": RadixPrefixCache}
 

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from minillm.config import ModelConfig
+from minillm.model.config import ModelConfig
 
 
 class KVStore(Protocol):

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from minillm.config import ModelConfig
+from minillm.model.config import ModelConfig
 from minillm.perf.work import Work
 
 STORED = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}

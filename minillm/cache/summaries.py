@@ -7,7 +7,7 @@ from torch import Tensor
 
 from minillm.attention.indexer import Indexer
 from minillm.cache.kv_store import KVStore, copy_slots
-from minillm.config import ModelConfig
+from minillm.model.config import ModelConfig
 from minillm.perf.work import Work
 
 

@@ -19,8 +19,9 @@ from minillm.cache.kv_store import KVStore
 from minillm.cache.prefix import PrefixCache
 from minillm.cache.tiered import TieredCache, load_always
 from minillm.cache.tiers import AROUND, DiskTier, HostTier, Tier
-from minillm.config import EngineConfig, ModelConfig
+from minillm.config import EngineConfig
 from minillm.engine.batch import ForwardBatch, Row
+from minillm.model.config import ModelConfig
 from minillm.model.transformer import Transformer
 from minillm.paths import cache_dir
 from minillm.perf.roofline import prefill_work

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from minillm.attention.torch_backend import TorchAttention
 from minillm.cache.kv_store import KVStore
-from minillm.config import ModelConfig
 from minillm.engine.batch import ForwardBatch, slots_of
+from minillm.model.config import ModelConfig
 from minillm.perf.work import Work
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]

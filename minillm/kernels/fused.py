@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from minillm.cache.kv_store import KVStore, PlainKVStore
-from minillm.config import ModelConfig
+from minillm.model.config import ModelConfig
 from minillm.model.layers import Operators
 from minillm.perf.work import Work
 

@@ -10,7 +10,7 @@ import gguf
 import torch
 from torch import Tensor
 
-from minillm.config import ModelConfig, RopeConfig
+from minillm.model.config import ModelConfig, RopeConfig
 from minillm.model.files import check_depth, check_tensors
 from minillm.model.gguf_file import GGUFFile
 from minillm.model.gguf_tokenizer import eos_ids

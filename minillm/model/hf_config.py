@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Mapping
 
-from minillm.config import ARCHITECTURES, ModelConfig, RopeConfig
+from minillm.model.config import ARCHITECTURES, ModelConfig, RopeConfig
 from minillm.model.mla_config import MLAConfig
 from minillm.model.moe_config import MoEConfig
 

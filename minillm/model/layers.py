@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from minillm.cache.kv_store import KVStore
-from minillm.config import ModelConfig, RopeConfig
+from minillm.model.config import ModelConfig, RopeConfig
 from minillm.perf.work import Work
 from minillm.quant.linear import Linear
 

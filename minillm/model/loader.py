@@ -14,7 +14,7 @@ from huggingface_hub.errors import GatedRepoError, HFValidationError, Repository
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from minillm.config import ModelConfig
+from minillm.model.config import ModelConfig
 from minillm.model.files import check_depth, check_tensors, read_json
 from minillm.model.gguf_file import GGUFFile
 from minillm.model.gguf_model import GGUFWeights, gguf_config, storage_note

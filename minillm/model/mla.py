@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from minillm.attention.backend import AttentionBackend
 from minillm.cache.kv_store import KVStore
-from minillm.config import ModelConfig
 from minillm.engine.batch import ForwardBatch
+from minillm.model.config import ModelConfig
 from minillm.model.layers import Operators, RMSNorm
 from minillm.model.mla_config import MLAConfig
 from minillm.perf.work import Work

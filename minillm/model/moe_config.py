@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from minillm.perf.units import check_whole
+
 Shapes = dict[str, tuple[int, ...]]
 
 
@@ -34,11 +36,8 @@ class MoEConfig:
 
     def __post_init__(self) -> None:
         for name in ("num_experts", "top_k", "expert_size", "num_groups", "top_groups"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ValueError(f"{name} must be a whole number of at least 1, got {value!r}")
-        if isinstance(self.shared_size, bool) or not isinstance(self.shared_size, int) or self.shared_size < 0:
-            raise ValueError(f"shared_size must be a whole number of at least 0, got {self.shared_size!r}")
+            check_whole(name, getattr(self, name))
+        check_whole("shared_size", self.shared_size, at_least=0)
         if self.scoring not in ("softmax", "sigmoid"):
             raise ValueError(f"scoring must be 'softmax' or 'sigmoid', got {self.scoring!r}")
         for name in ("renormalise", "selection_bias"):

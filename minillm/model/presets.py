@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from minillm.config import ModelConfig
+from minillm.model.config import ModelConfig
 
 _LLAMA: dict[str, Any] = {"architectures": ["LlamaForCausalLM"], "vocab_size": 32_000, "bos_token_id": 1, "eos_token_id": 2}
 

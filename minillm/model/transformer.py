@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from minillm.attention.backend import AttentionBackend
 from minillm.cache.kv_store import KVStore
-from minillm.config import ModelConfig
 from minillm.engine.batch import ForwardBatch
+from minillm.model.config import ModelConfig
 from minillm.model.layers import COMPILED, MLP, PLAIN, Operators, RMSNorm, rope_table
 from minillm.model.loads import ExpertLoads
 from minillm.model.mla import NORM_EPS, LatentAttentionLayer, mla_shapes, rotation_in_halves

@@ -8,7 +8,7 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
-from minillm.config import ModelConfig
+from minillm.model.config import ModelConfig
 from minillm.model.presets import PRESETS
 from minillm.perf import units
 from minillm.perf.hardware import CARDS, Hardware, card, measure_machine

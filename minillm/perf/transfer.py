@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Callable, Mapping
 
-from minillm.config import ModelConfig
+from minillm.model.config import ModelConfig
 from minillm.perf.roofline import prefill_work
 from minillm.perf.units import check_positive, check_whole
 

@@ -15,7 +15,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from minillm.config import ARCHITECTURES, ModelConfig
+from minillm.model.config import ARCHITECTURES, ModelConfig
 from minillm.model.files import check_depth, check_tensors
 from minillm.model.loader import folder_config, weight_files
 from minillm.model.transformer import EMBED, FUSED, HEAD, NORM, Layer, Transformer, expected_shapes

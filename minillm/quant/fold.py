@@ -8,7 +8,7 @@ from typing import Callable
 import torch
 from torch import Tensor
 
-from minillm.config import ModelConfig
+from minillm.model.config import ModelConfig
 from minillm.model.layers import MLP
 from minillm.model.transformer import Layer
 from minillm.quant.calibrate import LINEARS

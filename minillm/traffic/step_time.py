@@ -7,9 +7,9 @@ from typing import Callable, Sequence
 
 import numpy as np
 
-from minillm.config import ModelConfig
 from minillm.engine.engine import Engine
 from minillm.engine.scheduler import SchedulerOutput
+from minillm.model.config import ModelConfig
 from minillm.perf.hardware import Hardware
 from minillm.perf.roofline import predict, step_work
 from minillm.sampling_params import SamplingParams

@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from minillm.attention.torch_backend import TorchAttention
-from minillm.config import ModelConfig
 from minillm.engine.batch import ForwardBatch, Row
+from minillm.model.config import ModelConfig
 from minillm.perf.work import visible_pairs
 
 

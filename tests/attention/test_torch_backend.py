@@ -16,8 +16,8 @@ from torch import Tensor
 
 from minillm.attention.torch_backend import MAX_PADDING, TorchAttention, split_by_length
 from minillm.cache.kv_store import PlainKVStore
-from minillm.config import ModelConfig
 from minillm.engine.batch import ForwardBatch, Row, slots_of
+from minillm.model.config import ModelConfig
 
 GROUPS = [1, 2, 3, 5, 6, 7, 8]
 HEAD_DIMS = [16, 64, 80, 96, 128, 192]

@@ -13,7 +13,8 @@ from minillm.attention.choice import make_backend
 from minillm.attention.torch_backend import TorchAttention
 from minillm.attention.triton_backend import unsupported
 from minillm.cache.kv_store import PlainKVStore
-from minillm.config import EngineConfig, ModelConfig
+from minillm.config import EngineConfig
+from minillm.model.config import ModelConfig
 
 from ..strategies import tiny_model
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from minillm.bench.export import export, hf_config, write_folder
-from minillm.config import ModelConfig, RopeConfig
+from minillm.model.config import ModelConfig, RopeConfig
 from minillm.model.loader import load_checkpoint
 
 BASE = dict(

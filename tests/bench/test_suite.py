@@ -12,7 +12,7 @@ from minillm.bench import suite
 from minillm.bench.engines import ENGINES, PEERS, command, environment, parse_peers, start_task
 from minillm.bench.measures import MEASURES
 from minillm.bench.worker import Worker
-from minillm.config import ModelConfig
+from minillm.model.config import ModelConfig
 
 TINY = ModelConfig(
     vocab_size=128, hidden_size=16, intermediate_size=32, num_layers=2, num_heads=2, num_kv_heads=1, head_dim=8,

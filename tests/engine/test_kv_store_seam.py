@@ -7,7 +7,8 @@ import torch
 
 from minillm import LLM, SamplingParams
 from minillm.cache.kv_store import PlainKVStore
-from minillm.config import EngineConfig, ModelConfig
+from minillm.config import EngineConfig
+from minillm.model.config import ModelConfig
 from minillm.model.transformer import Transformer
 
 CONFIG = ModelConfig(

@@ -11,7 +11,7 @@ from minillm.attention.latent import LatentAttention
 from minillm.attention.torch_backend import TorchAttention
 from minillm.cache.block_io import BlockIO
 from minillm.cache.latent_kv import LatentKVStore
-from minillm.config import ModelConfig
+from minillm.model.config import ModelConfig
 from minillm.model.mla_config import MLAConfig
 from minillm.model.presets import preset
 from minillm.perf.hardware import card

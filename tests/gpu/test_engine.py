@@ -9,7 +9,7 @@ import torch
 
 from minillm import LLM, SamplingParams
 from minillm.attention.triton_backend import TritonAttention
-from minillm.config import ModelConfig
+from minillm.model.config import ModelConfig
 from minillm.model.transformer import Transformer
 from minillm.quant.awq_checkpoint import save_awq
 from minillm.quant.config import QuantConfig

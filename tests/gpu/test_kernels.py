@@ -10,8 +10,8 @@ from torch import Tensor
 
 from minillm.attention.torch_backend import TorchAttention
 from minillm.cache.kv_store import PlainKVStore
-from minillm.config import ModelConfig
 from minillm.engine.batch import ForwardBatch, Row
+from minillm.model.config import ModelConfig
 from minillm.model.layers import PLAIN, rope_table
 
 DTYPES = {torch.float32: 1e-4, torch.float16: 4e-3, torch.bfloat16: 3e-2}

@@ -17,7 +17,7 @@ from gguf import GGMLQuantizationType, GGUFWriter
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from minillm.config import RopeConfig
+from minillm.model.config import RopeConfig
 from minillm.model.fetch import status
 from minillm.model.gguf_file import GGUFFile
 from minillm.model.gguf_model import split_pairs

@@ -16,7 +16,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from minillm.config import ModelConfig
+from minillm.model.config import ModelConfig
 from minillm.model.fetch import DownloadError
 from minillm.model.layers import rope_frequencies
 from minillm.model.loader import Checkpoint, load_checkpoint

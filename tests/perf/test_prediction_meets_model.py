@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from minillm.attention.torch_backend import TorchAttention
-from minillm.config import ModelConfig
 from minillm.engine.batch import ForwardBatch, Row
+from minillm.model.config import ModelConfig
 from minillm.model.transformer import Transformer
 from minillm.perf.roofline import decode_work, step_work
 

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.flop_counter import FlopCounterMode
 
-from minillm.config import ModelConfig
+from minillm.model.config import ModelConfig
 from minillm.model.presets import PRESETS, SOURCES, preset
 from minillm.perf.hardware import Hardware, card
 from minillm.perf.roofline import (

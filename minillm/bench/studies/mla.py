@@ -15,8 +15,8 @@ import torch
 from minillm.attention.latent import LatentAttention
 from minillm.bench.study import Bar
 from minillm.cache.choice import plain_store
-from minillm.config import ModelConfig
 from minillm.engine.batch import ForwardBatch, Row
+from minillm.model.config import ModelConfig
 from minillm.model.presets import preset
 from minillm.model.transformer import Transformer
 

@@ -11,11 +11,11 @@ from matplotlib.ticker import NullLocator
 
 from minillm.attention.torch_backend import precision_name
 from minillm.bench.interference import Interference, meet
-from minillm.config import ModelConfig
 from minillm.course.panel import Panel
 from minillm.course.predictions import short
 from minillm.course.style import COLOURS, DPI, INK, LINES, MARKERS, SMALL, SOFT, Drawing, figure, titled
 from minillm.llm import LLM
+from minillm.model.config import ModelConfig
 from minillm.perf.hardware import Hardware
 from minillm.perf.roofline import predict, step_work
 from minillm.perf.units import check_whole, format_time

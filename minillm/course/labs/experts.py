@@ -12,9 +12,9 @@ from matplotlib.figure import Figure
 from torch import Tensor
 
 from minillm.bench.studies.moe import Layers
-from minillm.config import ModelConfig
 from minillm.course.panel import Panel
 from minillm.course.plots import bars, lines
+from minillm.model.config import ModelConfig
 from minillm.model.moe import route
 from minillm.model.moe_config import MoEConfig
 from minillm.perf.roofline import decode_work

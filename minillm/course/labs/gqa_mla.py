@@ -12,10 +12,10 @@ from matplotlib.figure import Figure
 
 from minillm.attention.choice import torch_attention
 from minillm.cache.choice import plain_store
-from minillm.config import ModelConfig
 from minillm.course.panel import Panel
 from minillm.course.plots import bars, timings
 from minillm.engine.batch import ForwardBatch, Row
+from minillm.model.config import ModelConfig
 from minillm.model.layers import PLAIN
 from minillm.model.mla_config import MLAConfig
 from minillm.model.presets import PRESETS

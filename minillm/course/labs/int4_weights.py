@@ -13,12 +13,12 @@ from torch import Tensor
 from minillm.bench.decode import DecodeBench, Step, Steps, timing_of
 from minillm.bench.decode import sweep as taking_turns
 from minillm.bench.quality import Evaluation
-from minillm.config import ModelConfig
 from minillm.course.panel import Panel
 from minillm.course.plots import lines, timings
 from minillm.course.predictions import short
 from minillm.course.style import COLOURS, DPI, INK, SMALL, SOFT, Drawing, figure, si, styled, titled
 from minillm.engine.admission import TokenizerLike
+from minillm.model.config import ModelConfig
 from minillm.model.transformer import Transformer
 from minillm.perf.hardware import Hardware
 from minillm.perf.roofline import predict, step_work

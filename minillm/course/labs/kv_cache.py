@@ -15,13 +15,13 @@ from torch import Tensor
 from minillm.attention.torch_backend import TorchAttention
 from minillm.bench.decode import DecodeBench, Step
 from minillm.cache.kv_store import PlainKVStore
-from minillm.config import ModelConfig
 from minillm.course.panel import Panel
 from minillm.course.plots import Point, Roof, lines, roofline
 from minillm.course.predictions import short
 from minillm.course.style import COLOURS, DPI, INK, LINES, MARKERS, SMALL, SOFT, Drawing, figure, titled
 from minillm.engine.batch import ForwardBatch, Row
 from minillm.engine.runner import ModelRunner
+from minillm.model.config import ModelConfig
 from minillm.model.transformer import Transformer
 from minillm.perf.hardware import Hardware
 from minillm.perf.roofline import predict, step_work

@@ -16,12 +16,12 @@ from minillm.bench.needles import Haystack, ask, divergence
 from minillm.bench.quality import KVKind, make_kv
 from minillm.cache.kv_store import PlainKVStore
 from minillm.cache.quantised_kv import bytes_per_element
-from minillm.config import ModelConfig
 from minillm.course.panel import Panel
 from minillm.course.plots import lines, timings
 from minillm.course.predictions import short
 from minillm.course.style import COLOURS, DPI, INK, SMALL, SOFT, Drawing, figure, styled, titled
 from minillm.engine.batch import ForwardBatch, Row
+from minillm.model.config import ModelConfig
 from minillm.model.transformer import Transformer
 from minillm.perf.hardware import Hardware
 from minillm.perf.roofline import predict

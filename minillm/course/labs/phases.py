@@ -10,11 +10,12 @@ import ipywidgets as w
 from matplotlib.figure import Figure
 
 from minillm.attention.torch_backend import precision_name
-from minillm.config import DTYPES, ModelConfig
+from minillm.config import DTYPES
 from minillm.course.labs.roofline import roof_of
 from minillm.course.panel import Job, Panel
 from minillm.course.plots import Point, Span, roofline, timeline
 from minillm.llm import LLM
+from minillm.model.config import ModelConfig
 from minillm.model.transformer import Transformer
 from minillm.perf.hardware import Hardware
 from minillm.perf.roofline import Prediction, decode_work, predict, step_work

@@ -14,13 +14,13 @@ from minillm.attention.indexer import Indexer, best_blocks
 from minillm.attention.torch_backend import TorchAttention
 from minillm.attention.window import SparseView
 from minillm.cache.kv_store import PlainKVStore
-from minillm.config import ModelConfig
 from minillm.course.panel import Panel
 from minillm.course.plots import lines
 from minillm.course.predictions import short
 from minillm.course.style import COLOURS, DPI, SMALL, SOFT, Drawing, titled
 from minillm.engine.batch import ForwardBatch, Row
 from minillm.llm import LLM
+from minillm.model.config import ModelConfig
 from minillm.model.transformer import Transformer
 from minillm.perf.timing import Timing
 from minillm.perf.timing import measure as time_calls

@@ -6,9 +6,9 @@ import math
 import random
 from typing import Any, Callable, Mapping
 
-from minillm.config import ModelConfig
 from minillm.course.expect import Mismatch, expect_equal, is_whole, unchanged
 from minillm.course.task import NamedCheck, Task
+from minillm.model.config import ModelConfig
 from minillm.model.presets import preset
 from minillm.perf import plan as planning
 from minillm.perf.roofline import capacity, decode_work, predict, prefill_work, step_work

@@ -12,10 +12,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from minillm import LLM, SamplingParams
 from minillm.attention.torch_backend import TorchAttention, attend
 from minillm.cache.kv_store import PlainKVStore
-from minillm.config import ModelConfig
 from minillm.course.expect import Mismatch, bytes_held, expect_at_most, expect_equal, expect_shape, unchanged
 from minillm.course.task import NamedCheck, Seam, Task
 from minillm.engine.batch import ForwardBatch, slots_of
+from minillm.model.config import ModelConfig
 from minillm.model.transformer import Transformer
 
 TINY = ModelConfig(

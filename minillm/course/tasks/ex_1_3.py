@@ -13,9 +13,9 @@ from torch import Tensor
 from minillm import LLM, SamplingParams
 from minillm.cache.tiered import Found, TieredCache
 from minillm.cache.tiers import HostTier
-from minillm.config import ModelConfig
 from minillm.course.expect import Mismatch, expect_at_most, expect_equal
 from minillm.course.task import NamedCheck, Seam, Task
+from minillm.model.config import ModelConfig
 from minillm.model.transformer import Transformer
 from minillm.perf.transfer import Link, LoadOffer, load_or_recompute
 

@@ -12,9 +12,9 @@ from torch import Tensor
 from minillm import LLM, SamplingParams
 from minillm.attention.indexer import BoundsIndexer, MeanIndexer, grouped_products
 from minillm.attention.window import SparseView
-from minillm.config import ModelConfig
 from minillm.course.expect import Mismatch, expect_at_most, expect_equal, expect_shape, unchanged
 from minillm.course.task import NamedCheck, Seam, Task
+from minillm.model.config import ModelConfig
 from minillm.model.transformer import Transformer
 
 TINY = ModelConfig(

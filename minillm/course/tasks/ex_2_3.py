@@ -11,10 +11,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from minillm import LLM, SamplingParams
-from minillm.config import ModelConfig
 from minillm.course.expect import Mismatch, expect_at_most, expect_equal, expect_shape, unchanged
 from minillm.course.labs.experts import balance, imbalance, skewed_logits
 from minillm.course.task import NamedCheck, Task
+from minillm.model.config import ModelConfig
 from minillm.model.layers import Operators
 from minillm.model.loads import ExpertLoads
 from minillm.model.moe import MoE, SegmentLinear, route

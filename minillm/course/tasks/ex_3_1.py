@@ -11,10 +11,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from minillm import LLM, SamplingParams
 from minillm.attention.torch_backend import TorchAttention, attend
-from minillm.config import ModelConfig
 from minillm.course.expect import Mismatch, expect_at_most, expect_equal, expect_shape, unchanged
 from minillm.course.rowwise import RowwiseAttention
 from minillm.course.task import NamedCheck, Seam, Task
+from minillm.model.config import ModelConfig
 from minillm.model.transformer import Transformer
 
 TINY = ModelConfig(

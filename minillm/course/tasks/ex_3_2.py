@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from minillm import LLM, SamplingParams
-from minillm.config import ModelConfig
 from minillm.course.expect import Mismatch, expect_at_most, expect_equal, expect_raises, expect_shape, unchanged
 from minillm.course.task import NamedCheck, Seam, Task
+from minillm.model.config import ModelConfig
 from minillm.model.transformer import Transformer
 from minillm.quant.awq import search_scales
 from minillm.quant.calibrate import Seen

@@ -9,10 +9,10 @@ from torch import Tensor
 
 from minillm import LLM, SamplingParams
 from minillm.cache.quantised_kv import QuantisedKVStore
-from minillm.config import ModelConfig
 from minillm.course.expect import Mismatch, bytes_held, describe, expect_at_most, expect_equal, expect_shape, is_whole, unchanged
 from minillm.course.labs.kv_quantisation import RoundedKV, lopsided, symmetric
 from minillm.course.task import NamedCheck, Seam, Task
+from minillm.model.config import ModelConfig
 from minillm.model.transformer import Transformer
 from minillm.quant.grid import Codes, dequantise, pack_bits, quantise, unpack_bits
 

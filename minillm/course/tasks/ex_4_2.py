@@ -12,10 +12,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from minillm import LLM, SamplingParams
 from minillm.attention import latent
 from minillm.attention.latent import LatentAttention
-from minillm.config import ModelConfig, RopeConfig
 from minillm.course.expect import Mismatch, expect_at_most, expect_equal, expect_raises, expect_shape, unchanged
 from minillm.course.labs.gqa_mla import per_rank
 from minillm.course.task import NamedCheck, Task
+from minillm.model.config import ModelConfig, RopeConfig
 from minillm.model.mla import softmax_scale
 from minillm.model.mla_config import MLAConfig
 from minillm.model.presets import preset

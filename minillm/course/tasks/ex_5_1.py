@@ -10,12 +10,12 @@ import torch
 from minillm import LLM, SamplingParams
 from minillm.attention.torch_backend import TorchAttention
 from minillm.cache.kv_store import PlainKVStore
-from minillm.config import ModelConfig
 from minillm.course.expect import Mismatch, expect_at_most, expect_equal, is_whole, unchanged
 from minillm.course.task import NamedCheck, Seam, Task
 from minillm.engine import policies
 from minillm.engine.batch import ForwardBatch, Row
 from minillm.engine.runner import ModelRunner
+from minillm.model.config import ModelConfig
 from minillm.model.transformer import Transformer
 from minillm.traffic.simulate import simulate
 from minillm.traffic.trace import at_once, exponential_lengths, lognormal_lengths, make_trace, uniform_lengths

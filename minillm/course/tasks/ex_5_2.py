@@ -12,13 +12,13 @@ import torch
 from minillm import LLM, SamplingParams
 from minillm.attention.torch_backend import TorchAttention
 from minillm.cache.kv_store import PlainKVStore
-from minillm.config import ModelConfig
 from minillm.course.expect import Mismatch, expect_at_most, expect_equal, is_whole, show
 from minillm.course.task import NamedCheck, Seam, Task
 from minillm.engine.batch import ForwardBatch, Row
 from minillm.engine.policies import Continuous, share, start
 from minillm.engine.runner import ModelRunner
 from minillm.engine.scheduler import SchedulerOutput
+from minillm.model.config import ModelConfig
 from minillm.model.presets import preset
 from minillm.model.transformer import Transformer
 from minillm.perf.hardware import card

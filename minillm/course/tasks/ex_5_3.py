@@ -9,11 +9,11 @@ from typing import Any, Callable, Sequence
 import torch
 
 from minillm import LLM, SamplingParams
-from minillm.config import ModelConfig
 from minillm.course.expect import Mismatch, expect_at_most, expect_equal, expect_shape, is_whole, unchanged
 from minillm.course.task import NamedCheck, Seam, Task
 from minillm.engine.batch import ForwardBatch, Row
 from minillm.engine.graphs import PowersOfTwo
+from minillm.model.config import ModelConfig
 from minillm.model.transformer import Transformer
 
 TINY = ModelConfig(

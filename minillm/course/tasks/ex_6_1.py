@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from minillm import LLM, SamplingParams
-from minillm.config import ModelConfig
 from minillm.course.expect import Mismatch, expect_equal, is_whole, show, unchanged
 from minillm.course.labs.speculation import distributions
 from minillm.course.task import NamedCheck, Seam, Task
 from minillm.engine.request import Request
+from minillm.model.config import ModelConfig
 from minillm.model.transformer import Transformer
 from minillm.spec.draft import Draft
 from minillm.spec.verify import accept_or_replace, verify

@@ -6,10 +6,10 @@ import statistics
 
 import pytest
 
-from minillm.config import ModelConfig
 from minillm.course.labs import batching as lab
 from minillm.course.panel import Cancelled
 from minillm.course.plots import png
+from minillm.model.config import ModelConfig
 from minillm.model.transformer import Transformer
 from minillm.traffic.trace import exponential_lengths, lognormal_lengths
 

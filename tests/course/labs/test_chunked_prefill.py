@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from minillm import LLM
-from minillm.config import ModelConfig
 from minillm.course.labs import chunked_prefill as lab
 from minillm.course.panel import Cancelled
 from minillm.course.plots import png
+from minillm.model.config import ModelConfig
 from minillm.model.presets import preset
 from minillm.model.transformer import Transformer
 from minillm.perf.hardware import Hardware, card

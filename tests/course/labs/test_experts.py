@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from minillm.bench.studies import moe as study
-from minillm.config import ModelConfig
 from minillm.course.labs import experts as lab
 from minillm.course.plots import png
+from minillm.model.config import ModelConfig
 from minillm.model.moe_config import MoEConfig
 from minillm.model.presets import preset
 

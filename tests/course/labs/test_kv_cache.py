@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from minillm.config import ModelConfig
 from minillm.course.labs import kv_cache as lab
 from minillm.course.panel import Cancelled
 from minillm.course.plots import png
+from minillm.model.config import ModelConfig
 from minillm.model.transformer import Transformer
 from minillm.perf.hardware import Hardware
 from minillm.perf.roofline import step_work

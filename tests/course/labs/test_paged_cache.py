@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from minillm import LLM, SamplingParams
-from minillm.config import ModelConfig
 from minillm.course.labs import paged_cache as lab
 from minillm.course.plots import png
+from minillm.model.config import ModelConfig
 from minillm.model.transformer import Transformer
 
 CONFIG = ModelConfig(

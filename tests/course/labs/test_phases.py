@@ -5,10 +5,10 @@ import time
 import pytest
 
 from minillm import LLM
-from minillm.config import ModelConfig
 from minillm.course.labs.phases import PhaseTimes, explain, phase_points, phase_work, phases_panel, request_timeline, time_phases
 from minillm.course.panel import Cancelled, Job
 from minillm.course.plots import png
+from minillm.model.config import ModelConfig
 from minillm.model.transformer import Transformer
 from minillm.perf.hardware import Hardware
 from minillm.perf.roofline import predict

@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 
 from minillm import LLM
-from minillm.config import ModelConfig
 from minillm.course.labs import prefix_cache as lab
 from minillm.course.labs import prefix_tree as tree
 from minillm.course.panel import Cancelled
 from minillm.course.plots import png
 from minillm.course.stepper import Stepper
+from minillm.model.config import ModelConfig
 from minillm.model.transformer import Transformer
 from minillm.perf.hardware import Hardware
 

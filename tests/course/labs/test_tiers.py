@@ -6,9 +6,9 @@ import math
 
 import pytest
 
-from minillm.config import ModelConfig
 from minillm.course.labs import tiers as lab
 from minillm.course.plots import png
+from minillm.model.config import ModelConfig
 from minillm.model.transformer import Transformer
 from minillm.perf.timing import Timing
 from minillm.perf.transfer import Link, PrefillRate

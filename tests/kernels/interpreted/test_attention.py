@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from minillm.attention.triton_backend import TritonAttention, TritonPlan
-from minillm.config import ModelConfig
 from minillm.engine.batch import ForwardBatch, Row
 from minillm.kernels.flash_prefill import Tile
 from minillm.kernels.paged_decode import choose_splits, paged_decode
+from minillm.model.config import ModelConfig
 
 from ...attention.test_torch_backend import Case, make_case
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from minillm import LLM, SamplingParams
-from minillm.config import ModelConfig
 from minillm.engine.batch import ForwardBatch, Row
+from minillm.model.config import ModelConfig
 from minillm.model.transformer import Transformer
 
 PROMPTS = [[3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9, 3, 2, 3, 8, 4], [2, 7], [1, 8, 2, 8, 1]]

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from minillm.cache.kv_store import PlainKVStore
-from minillm.config import ModelConfig
 from minillm.kernels.fused import FusedOperators, rms_norm, rope_store, swiglu
+from minillm.model.config import ModelConfig
 from minillm.model.layers import PLAIN, rope_table
 
 FUSED = FusedOperators()
