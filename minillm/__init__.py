@@ -22,9 +22,9 @@ _HOMES = {
     "LLM": "minillm.llm",
     "Engine": "minillm.engine.engine",
     "EngineConfig": "minillm.config",
-    "ModelConfig": "minillm.config",
+    "ModelConfig": "minillm.model.config",
     "RequestOutput": "minillm.engine.request",
-    "RopeConfig": "minillm.config",
+    "RopeConfig": "minillm.model.config",
     "SamplingParams": "minillm.sampling_params",
     "Transformer": "minillm.model.transformer",
 }

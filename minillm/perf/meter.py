@@ -179,6 +179,8 @@ class Meter:
 
     def route(self, counts: Mapping[int, Sequence[int]]) -> None:
         """One step's mixtures. counts: {layer: rows that each expert got}."""
+        if not counts:  # a dense model, at every step
+            return
         n = self._needles
         for layer, rows in counts.items():
             before = self._expert_rows.get(layer, [0] * len(rows))
