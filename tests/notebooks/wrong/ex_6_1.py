@@ -191,7 +191,58 @@ def ten_times_as_many(rule, p, q, draws):
     return keeps_it(counted(rule, p, q, 2 * draws), p, 2 * draws)
 
 
+def one_border(rule, p, q, draws, border=100):
+    counts, can = counted(rule, p, q, draws), p > 0
+    expected = draws * p[can]
+    return not counts[~can].any() and bool(((counts[can] - expected) ** 2 / expected).sum() < border)
+
+
+def the_border_of_four_tokens(rule, p, q, draws):
+    return one_border(rule, p, q, draws, limit(3) + 25)
+
+
+def once_in_twenty(rule, p, q, draws):
+    counts, can = counted(rule, p, q, draws), p > 0
+    expected, degrees = draws * p[can], max(1, int(can.sum()) - 1)
+    border = degrees * (1 - 2 / (9 * degrees) + 1.645 * (2 / (9 * degrees)) ** 0.5) ** 3
+    return not counts[~can].any() and bool(((counts[can] - expected) ** 2 / expected).sum() < border)
+
+
+def two_and_a_half_percent(rule, p, q, draws):
+    counts = counted(rule, p, q, draws)
+    return not counts[p == 0].any() and bool((counts / draws - p).abs().max() < 0.025)
+
+
+def degrees_of_the_vocabulary(rule, p, q, draws):
+    counts, can = counted(rule, p, q, draws), p > 0
+    expected = draws * p[can]
+    return not counts[~can].any() and bool(((counts[can] - expected) ** 2 / expected).sum() < limit(len(p) - 1))
+
+
+def at_least_one_expected(rule, p, q, draws):
+    expected = (draws * p).clamp(min=1)
+    return bool(((counted(rule, p, q, draws) - expected * (p > 0)) ** 2 / expected).sum() < limit(max(1, int((p > 0).sum()) - 1)))
+
+
+def no_degrees_of_freedom(rule, p, q, draws):
+    counts, can = counted(rule, p, q, draws), p > 0
+    expected = draws * p[can]
+    return not counts[~can].any() and bool(((counts[can] - expected) ** 2 / expected).sum() < limit(int(can.sum()) - 1))
+
+
+def numpys_bool(rule, p, q, draws):
+    return keeps_it(counted(rule, p, q, draws), p, draws) and (counted(rule, p, q, 10).numpy() >= 0).all()
+
+
+def tokens_as_tensors(rule, p, q, draws):
+    def asked(p, q, token, u, w):
+        return rule(p, q, torch.tensor(token), u, w)
+
+    return keeps_it(counted(asked, p, q, draws), p, draws)
+
+
 HAND, LEFT = "exact: when a drafted token stands", "exact: what replaces a refused token"
+BORDER = "exact: counts on both sides of the border"
 WRONG = {
     "6.1 core": [
         (only_a_token, "shape"),
@@ -220,6 +271,15 @@ WRONG = {
         (acceptance_instead, "exact: rules that keep p"),
         (a_percent_is_near_enough, "exact: five careless rules"),
         (the_likeliest_only, "exact: five careless rules"),
+        (one_border, BORDER),
+        (the_border_of_four_tokens, BORDER),
+        (once_in_twenty, BORDER),
+        (two_and_a_half_percent, BORDER),
+        (degrees_of_the_vocabulary, BORDER),
+        (at_least_one_expected, "edges: tokens of probability 0"),
+        (no_degrees_of_freedom, "edges: tokens of probability 0"),
+        (numpys_bool, "shape"),
+        (tokens_as_tensors, "random: drafts come from q, u and w from nowhere"),
         (divides_by_zero, "edges: tokens of probability 0"),
         (overlooks_the_impossible, "edges: tokens of probability 0"),
         (drafts_from_the_target, "exact: rules that keep p"),
