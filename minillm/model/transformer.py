@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from typing import Any, Callable, Iterable, Mapping, Sequence, cast
+from typing import Any, Callable, Hashable, Iterable, Mapping, Sequence, cast
 
 import torch
 from torch import Tensor, nn
@@ -86,6 +86,11 @@ class Layer(nn.Module):
         mlp = operators.add_norm_work(*shape) + self.mlp.work(batch.num_tokens, operators)
         return attention + mlp + operators.add_work(*shape)
 
+    def kind(self) -> Hashable:
+        """What its work depends on besides the step."""
+        linears = self.attention.linears() | self.mlp.linears()
+        return type(self.mlp), tuple(linear.kind() for linear in linears.values())
+
 
 class Transformer(nn.Module):
     """Token ids in, logits out. It holds weights and nothing else: KV, batch and attention backend are handed in."""
@@ -127,6 +132,7 @@ class Transformer(nn.Module):
             self.layers.append(Layer(first, attention(f"{p}.self_attn"), second, mlp))  # type: ignore[arg-type]
         self.norm = RMSNorm(weights[NORM], config.norm_eps)
         self.head = Linear(weights.get(HEAD, embedding), None, method_for(method, "lm_head"))
+        self._alike = alike_layers(self.layers)
 
     @staticmethod
     def _mlp(linear: Callable[[str], Linear], name: str) -> MLP:
@@ -155,7 +161,7 @@ class Transformer(nn.Module):
         return self.norm(x[batch.logit_indices], operators)
 
     def work(self, batch: ForwardBatch, backend: AttentionBackend, plan: Any, fused: bool = False) -> Work:
-        """What forward does for this batch; fused: small operators are compiled into one. Of layers of one shape one is counted.
+        """What forward does for this batch; fused: small operators are compiled into one. Of layers of one kind one is counted.
         What routed experts do is known when the step has run: see ``routed_work``."""
         c, element, samples = self.config, self.dtype.itemsize, len(batch.logit_indices)
         lookup = batch.num_tokens * c.hidden_size * element
@@ -163,10 +169,8 @@ class Transformer(nn.Module):
         pick = Work(activation_bytes=2 * samples * c.hidden_size * element, launches=1)
         operators = COMPILED if fused else getattr(backend, "operators", PLAIN)
         total = embed + pick + self.norm.work(samples) + self.head.work(samples)
-        for kind in (MLP, MoE):
-            alike = [layer for layer in cast(Iterable[Layer], self.layers) if isinstance(layer.mlp, kind)]
-            if alike:
-                total += alike[0].work(batch, operators, backend, plan) * len(alike)
+        for first, alike in self._alike:
+            total += self.layers[first].work(batch, operators, backend, plan) * alike  # type: ignore[operator]
         return total
 
     def routed_work(self, counts: Mapping[int, Sequence[int]], backend: AttentionBackend) -> Work:
@@ -213,6 +217,7 @@ class Transformer(nn.Module):
         shallow = copy.copy(self)
         shallow._modules = dict(self._modules)
         shallow.layers = nn.ModuleList([self.layers[i] for i in layers])
+        shallow._alike = alike_layers(shallow.layers)
         moe = self.config.moe
         if moe is not None:
             moe = dataclasses.replace(moe, dense_layers=tuple(i for i, old in enumerate(layers) if old in moe.dense_layers))
@@ -252,6 +257,12 @@ class Transformer(nn.Module):
         """A copy in another dtype, on another device or with another linear method; this one stays as it is."""
         weights = {name: t.to(device=device, dtype=held_in(name, dtype)) for name, t in self.dense_weights().items()}
         return Transformer(self.config, weights, linear_method or default_method(dtype, device)).eval()
+
+
+def alike_layers(layers: nn.ModuleList) -> list[tuple[int, int]]:
+    """The first layer of each kind, and how many there are: layers are alike but for mixtures and for methods that differ."""
+    kinds = [layer.kind() for layer in cast(Iterable[Layer], layers)]
+    return [(kinds.index(kind), kinds.count(kind)) for kind in dict.fromkeys(kinds)]
 
 
 def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:

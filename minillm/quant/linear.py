@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from dataclasses import dataclass
-from typing import Any, Mapping, Protocol, Union
+from typing import Any, Hashable, Mapping, Protocol, Union
 
 import torch
 import torch.nn.functional as F
@@ -157,6 +157,13 @@ class Linear(nn.Module):
         """What the method says that a product of so many rows moves; all that pack kept where it says nothing."""
         asked: Any = getattr(self.method, "traffic", None)
         return Traffic(self.nbytes()) if asked is None else asked(self._buffers, rows)
+
+    def kind(self) -> Hashable:
+        """What its work depends on besides the rows: the method with the numbers that it was given, and the tensors it keeps."""
+        held = getattr(self.method, "__dict__", {}).items()
+        numbers = {name: value for name, value in held if value is None or isinstance(value, (int, float))}
+        kept = ((name, t.dtype, tuple(t.shape)) for name, t in self._buffers.items() if t is not None)
+        return type(self.method), tuple(sorted(numbers.items())), tuple(kept)
 
     def work(self, rows: int) -> Work:
         """The weight is read once however many rows there are: that is what batching buys. No rows, no read."""
