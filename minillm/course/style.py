@@ -93,6 +93,7 @@ def power_ticks(axis: Axis, unit: str = "", prefixes: bool = True) -> None:
     axis.set_minor_locator(NullLocator())
 
 
+MARKER = 6.0  # pixels from the middle of a point to its edge
 OFFSETS = ((7, 6), (7, -13), (-7, 6), (-7, -13), (7, 18), (7, -25), (-7, 18), (-7, -25), (7, 30), (-7, 30))
 
 
@@ -110,9 +111,9 @@ def place_labels(ax: Axes, labels: Iterable[tuple[float, float, str, str]], avoi
             note = ax.annotate(text, (x, y), (dx, dy), textcoords="offset points", fontsize=SMALL, color=colour,
                                ha="left" if dx > 0 else "right", zorder=6)
             note.set_in_layout(False)
-            box = note.get_window_extent().padded(1.5)
+            box, reach = (note.get_window_extent().padded(by) for by in (1.5, MARKER))
             outside = box.x0 < frame.x0 or box.x1 > frame.x1 or box.y0 < frame.y0 or box.y1 > frame.y1
-            cost = 99 * outside + 9 * sum(box.overlaps(t) for t in taken) + sum(box.contains(*d) for d in dots)
+            cost = 99 * outside + 9 * sum(box.overlaps(t) for t in taken) + sum(reach.contains(*d) for d in dots)
             tried.append((cost, note, box))
             if cost == 0:
                 break

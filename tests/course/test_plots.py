@@ -83,6 +83,14 @@ def test_labels_do_not_cover_each_other():
     assert len(boxes) == 5 and not any(a.overlaps(b) for a, b in itertools.combinations(boxes, 2))
 
 
+def test_a_label_does_not_touch_the_marker_of_another_point():
+    points = [Point("the first of two", 1e9, 1e9 / 14.2, 1 / 20), Point("the second", 1e9, 1e9 / 23.3, 1 / 33)]
+    fig = roofline([Roof("here", 201e9, 20.1e9)], points)
+    (label,) = [t for t in fig.axes[0].texts if t.get_text().startswith("the first")]
+    x, y = fig.axes[0].transData.transform((points[1].intensity, points[1].rate))
+    assert not label.get_window_extent().padded(5).contains(x, y)
+
+
 @pytest.mark.parametrize(
     ("call", "says"),
     [
