@@ -11,13 +11,13 @@ import tempfile
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Callable, Mapping
+from typing import Any, Callable, Mapping, Sequence
 
 import ipywidgets as w
 import torch
 import torch.nn.functional as F
 from matplotlib.figure import Figure
-from matplotlib.patches import Patch, Rectangle
+from matplotlib.patches import Patch, Polygon, Rectangle
 from torch import Tensor
 
 from minillm import kernels
@@ -70,39 +70,52 @@ def traffic_factor(new: int, total: int, head_dim: int, tile: int = 128, element
     return matrix.total_bytes / tiled_work(new, total, head_dim, tile, element=element).total_bytes
 
 
-def traffic_figure(head_dim: int = 64, tile: int = 128) -> Figure:
+def score_bytes(n: int, element: int = 4) -> int:
+    """Bytes of one matrix of scores for every head."""
+    return HEADS * n * n * element
+
+
+def merge_bytes(rows: int, heads: int, head_dim: int, splits: int) -> int:
+    """Bytes of the parts of split keys in one layer: a result and a logsum of every part, in float32, written and read again."""
+    return 2 * 4 * rows * heads * splits * (head_dim + 1) if splits > 1 else 0
+
+
+def traffic_figure(head_dim: int = 64, tiles: Sequence[int] = (32, 128)) -> Figure:
     """Bytes of one head against n: with the matrix, in tiles, and what any way must move."""
-    series: dict[str, list[tuple[float, float]]] = {"the n × n matrix": [], f"tiles of {tile}": [], "Q, K, V and the result": []}
-    for n in (2**i for i in range(6, 15)):
-        series["the n × n matrix"].append((n, matrix_work(n, n, head_dim, 1, 2).total_bytes))
-        series[f"tiles of {tile}"].append((n, tiled_work(n, n, head_dim, tile, 1, 2).total_bytes))
-        series["Q, K, V and the result"].append((n, 4 * n * head_dim * 2))
+    lengths = [2**i for i in range(6, 15)]
+    series = {"the n × n matrix": [(n, matrix_work(n, n, head_dim, 1, 2).total_bytes) for n in lengths]}
+    for tile in tiles:
+        series[f"tiles of {tile}"] = [(n, tiled_work(n, n, head_dim, tile, 1, 2).total_bytes) for n in lengths]
+    series["Q, K, V and the result"] = [(n, 4 * n * head_dim * 2) for n in lengths]
     return lines(series, "tokens n", "bytes of one head, 16 bits", logx=True, logy=True)
 
 
 def tile_grid(n: int = 8, tile: int = 2) -> Figure:
-    """Queries down, keys across: tiles that need a mask, tiles that do not, and those that are never visited."""
+    """Queries down, keys across: tiles that are seen whole, those that the diagonal cuts, and those that are never visited."""
     check_whole("n", n)
     check_whole("tile", tile)
     looks: dict[str, dict[str, Any]] = {
-        "all of it seen": {"facecolor": COLOURS[0]},
-        "on the diagonal: masked": {"facecolor": COLOURS[0], "alpha": 0.45, "hatch": "////"},
+        "computed and used": {"facecolor": COLOURS[0]},
+        "computed, then masked": {"facecolor": COLOURS[0], "alpha": 0.35, "hatch": "////"},
         "never computed": {"facecolor": "white"},
     }
-    kinds = list(looks.values())
-    fig = Drawing(figsize=(4.6, 4.4), dpi=DPI, layout="constrained", facecolor="white")
+    used, masked, never = looks.values()
+    side = tile * 0.96
+    edge: dict[str, Any] = {"edgecolor": SOFT, "linewidth": 0.6}
+    fig = Drawing(figsize=(5.4, 4.6), dpi=DPI, layout="constrained", facecolor="white")
     ax = fig.subplots()
     for row in range(0, n, tile):
         for column in range(0, n, tile):
-            look = kinds[0] if column < row else kinds[1] if column == row else kinds[2]
-            ax.add_patch(Rectangle((column, row), tile * 0.96, tile * 0.96, edgecolor=SOFT, linewidth=0.6, **look))
-    ax.set_xlim(-0.1, n)
-    ax.set_ylim(n, -0.1)
+            look = used if column < row else masked if column == row else never
+            ax.add_patch(Rectangle((column, row), side, side, **edge, **look))
+        ax.add_patch(Polygon([(row, row), (row, row + side), (row + side, row + side)], **edge, **used))
+    ax.set_xlim(-0.01 * n, n)
+    ax.set_ylim(n, -0.01 * n)
     ax.set_aspect("equal")
     ax.set_xticks([])
     ax.set_yticks([])
     ax.spines[:].set_visible(False)
-    titled(ax, None, "keys: one tile after another", "queries: one program per tile")
+    titled(ax, None, f"keys, in tiles of {tile}", f"queries, in tiles of {tile}")
     handles = [Patch(edgecolor=SOFT, label=label, **look) for label, look in looks.items()]
     fig.legend(handles=handles, loc="outside lower center", ncols=3, fontsize=SMALL, frameon=False)
     return fig
@@ -136,7 +149,7 @@ def describe_kernel(entries: list[dict[str, Any]]) -> str:
     """One line per case."""
     return "\n".join(
         f"{e['case']:14} {e['warps']} warps  {e['registers']:3} registers a thread, {e['spills']} spilled  "
-        f"{e['shared'] / 1024:5.0f} KiB shared  {e['tensor_cores']}  {e['occupancy']:.0%} of the warps resident"
+        f"{e['shared'] / 1024:5.0f} KiB shared  {e['tensor_cores']}  {e['occupancy']:.1%} of the warps resident"
         for e in entries
     )
 
@@ -144,15 +157,20 @@ def describe_kernel(entries: list[dict[str, Any]]) -> str:
 # The measurement --------------------------------------------------------------------------------------------------------------
 
 
-def with_matrix(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Causal attention [heads, n, dim] as a good unfused version has it: two batched products and torch's own softmax."""
-    n = q.shape[-2]
-    scores = torch.baddbmm(_mask(n, q.dtype), q, k.transpose(-1, -2), alpha=q.shape[-1] ** -0.5)
-    return torch.softmax(scores, -1) @ v
+def with_matrix(heads: int, n: int) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+    """Causal attention [heads, n, dim] in float32 as a good unfused version has it: two products and torch's own softmax.
 
+    The mask and the room for scores and weights are made once: what the system takes to hand out fresh memory is not
+    attention's, and would be most of the difference."""
+    mask = torch.full((n, n), -math.inf).triu(1)
+    scores, weights = torch.empty(2, heads, n, n).unbind()
 
-def _mask(n: int, dtype: torch.dtype) -> Tensor:
-    return torch.full((n, n), -math.inf, dtype=dtype).triu(1)
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        torch.baddbmm(mask, q, k.transpose(-1, -2), alpha=q.shape[-1] ** -0.5, out=scores)
+        torch.softmax(scores, -1, out=weights)
+        return weights @ v
+
+    return attend
 
 
 def fused(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -172,7 +190,7 @@ class Both:
 
 
 def measure(n: int, head_dim: int = 64, rounds: int = 5, tick: Callable[[], None] = lambda: None) -> Both:
-    """Both ways over a prompt of n tokens, in float32, in turns."""
+    """Both ways over a prompt of n tokens, in float32, in turns. Their results are compared before they are timed."""
     check_whole("n", n)
     generator = torch.Generator().manual_seed(0)
     q, k, v = torch.randn(3, HEADS, n, head_dim, generator=generator).unbind()
@@ -182,9 +200,22 @@ def measure(n: int, head_dim: int = 64, rounds: int = 5, tick: Callable[[], None
         return call()
 
     with torch.inference_mode():
-        calls = {"matrix": partial(with_matrix, q, k, v), "tiles": partial(fused, q, k, v)}
+        calls = {"matrix": partial(with_matrix(HEADS, n), q, k, v), "tiles": partial(fused, q, k, v)}
+        torch.testing.assert_close(calls["matrix"](), calls["tiles"](), rtol=1e-4, atol=1e-4)
         found = compare({name: partial(ticking, call) for name, call in calls.items()}, rounds)
     return Both(found.timings)
+
+
+def explain_factor(measured: float, by_bytes: float, by_flops: float) -> str:
+    """Where a measured factor lies beside the two counted ones, and what that means."""
+    low, high = sorted((by_bytes, by_flops))
+    if measured > 1.1 * high:
+        where = "more than either count: neither holds the exponentials, or how well each product runs"
+    elif measured < low / 1.1:
+        where = "less than either count: part of the time is the same in both"
+    else:
+        where = "within what the two counts allow: the bytes cost full price only where they leave the cache"
+    return f"{measured:.1f} times as long, {where}"
 
 
 def explain(n: int, head_dim: int, tile: int, found: Both | None) -> str:

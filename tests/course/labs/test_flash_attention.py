@@ -50,13 +50,23 @@ def test_the_matrix_loses_most_for_long_prompts_and_nothing_in_decoding():
 def test_both_ways_compute_the_same():
     q, k, v = torch.randn(3, 2, 9, 8).unbind()
     expected = oracle(*(x.transpose(0, 1) for x in (q, k, v))).transpose(0, 1)
-    for way in (lab.with_matrix, lab.fused):
+    for way in (lab.with_matrix(2, 9), lab.fused):
         torch.testing.assert_close(way(q, k, v), expected, rtol=1e-5, atol=1e-5)
 
 
 def test_pictures_can_be_drawn():
     for figure in (lab.tile_grid(8, 2), lab.traffic_figure()):
         assert png(figure).startswith(b"\x89PNG")
+
+
+def test_split_keys_are_paid_with_a_result_and_a_logsum_of_every_part():
+    assert lab.merge_bytes(rows=2, heads=3, head_dim=4, splits=5) == 2 * 3 * 5 * (4 + 1) * 4 * 2
+    assert lab.merge_bytes(rows=2, heads=3, head_dim=4, splits=1) == 0
+
+
+def test_a_measured_factor_is_placed_beside_both_counts():
+    said = [lab.explain_factor(measured, by_bytes=3.6, by_flops=2.0) for measured in (1.4, 2.0, 3.0, 5.0)]
+    assert "less than either" in said[0] and "within" in said[1] and "within" in said[2] and "more than either" in said[3]
 
 
 def test_the_panel_measures_and_follows_its_sliders():
