@@ -42,14 +42,16 @@ def _random(new: int, total: int, heads: int = 4, kv_heads: int = 2, dim: int = 
 
 
 class Largest(TorchDispatchMode):
-    """Notes the most elements that any tensor made while it is active has; views of a given tensor are free."""
+    """Notes the most elements that any tensor made while it is active has, and counts operations; views of a given tensor are
+    free."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.elements = 0
+        self.elements = self.operations = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
+        self.operations += 1
         given = {t.untyped_storage().data_ptr() for a in args for t in (a if isinstance(a, (list, tuple)) else [a])
                  if isinstance(t, Tensor)}  # fmt: skip
         for made in result if isinstance(result, (list, tuple)) else [result]:
@@ -70,7 +72,8 @@ def _tiles_shape(fn: Any) -> None:
 def _tiles_by_hand(fn: Any) -> None:
     q = torch.zeros(1, 1, 2)
     v = torch.tensor([[[1.0, 0.0]], [[0.0, 3.0]], [[2.0, 0.0]]])
-    expect_equal(fn(q, torch.randn(3, 1, 2), v, 2), torch.tensor([[[1.0, 1.0]]]), atol=1e-6, what="a query of zeros: the mean")
+    got, what = fn(q, torch.randn(3, 1, 2), v, 2), "one query of zeros over 3 values, tiles of 2: their mean"
+    expect_equal(got, torch.tensor([[[1.0, 1.0]]]), atol=1e-6, what=what)
 
 
 def _tiles_growing(fn: Any) -> None:
@@ -98,8 +101,9 @@ def _tiles_one(fn: Any) -> None:
 
 def _tiles_large(fn: Any) -> None:
     q, k, v = _random(6, 11, scale=150.0)
-    got = fn(q.double(), k.double(), v.double(), 4)
-    expect_equal(got, oracle(q.double(), k.double(), v.double()), atol=1e-6, rtol=1e-6, what="scores of tens of thousands")
+    q, k, v = q.double(), k.double(), v.double()
+    what = "scores of tens of thousands, seen or not"
+    expect_equal(fn(q, k, v, 4), oracle(q, k, v), atol=1e-6, rtol=1e-6, what=what)
 
 
 def _tiles_negative(fn: Any) -> None:
@@ -129,8 +133,24 @@ def _tiles_budget(fn: Any) -> None:
     q, k, v = _random(new, total, heads, 1, dim)
     with Largest() as made:
         fn(q, k, v, tile)
-    limit = max(new * heads * tile, new * heads * dim, total * heads * dim)
+    limit = max(new * heads * tile, total * heads * dim)
     expect_at_most(made.elements, limit, f"elements of the largest tensor ({new} new of {total} tokens, tiles of {tile})")
+    if made.operations < total // tile:
+        raise Mismatch(f"{made.operations} operations on tensors for {total // tile} tiles: compute in torch, tile by tile")
+
+
+def _tiles_loop(fn: Any) -> None:
+    counts = []
+    for new in (4, 64):
+        q, k, v = _random(new, 256, 2, 1, 8)
+        with Largest() as made:
+            fn(q, k, v, 16)
+        counts.append(made.operations)
+    if counts[1] > 2 * counts[0]:
+        raise Mismatch(
+            f"{counts[0]:,} tensor operations for 4 queries and {counts[1]:,} for 64, over the same 16 tiles: "
+            "take all queries of a tile at once"
+        )
 
 
 CORE = Task(
@@ -147,10 +167,12 @@ CORE = Task(
         NamedCheck("state: inputs unchanged", _tiles_inputs, hint=3),
         NamedCheck("engine: the same tokens on your attention", _tiles_engine, hint=2),
         NamedCheck("budget: no matrix of all scores", _tiles_budget, hint=3),
+        NamedCheck("budget: no loop over queries", _tiles_loop, hint=2),
     ),
     (
         "Keep three things a query and head: the largest score so far, the sum of exp(score - largest), and the sum of "
-        "exp(score - largest) times value. When a tile brings a larger score, multiply both sums by exp(old - new) first.",
+        "exp(score - largest) times value. When a tile brings a larger score, multiply both sums by exp(old - new) first. "
+        "A key that the query does not see counts for none of the three.",
         "scores [heads, new, tile]; largest and total [heads, new, 1]; acc [heads, new, dim]. Query i of the new ones stands at "
         "position total - new + i and sees keys up to it. k[:, heads // group] is k.repeat_interleave(heads // kv_heads, dim=1).",
         "for start in range(0, len(k), tile): scores = q @ keys.transpose(1, 2) * scale, then masked_fill(~seen, -inf); "
@@ -208,6 +230,14 @@ def _break_inputs(fn: Any) -> None:
         fn(q, k, v, 2)
 
 
+def _break_budget(fn: Any) -> None:
+    n, tile, dim = 256, 8, 4
+    q, k, v = torch.randn(dim), torch.randn(n, dim), torch.randn(n, dim)
+    with Largest() as made:
+        fn(q, k, v, tile)
+    expect_at_most(made.elements, tile * dim, f"elements of the largest tensor ({n} keys of {dim} numbers, tiles of {tile})")
+
+
 BREAK = Task(
     "3.1 break",
     "A running softmax with a fault",
@@ -219,12 +249,14 @@ BREAK = Task(
         NamedCheck("edges: large scores", _break_large, hint=3),
         NamedCheck("edges: scores near -100,000", _break_negative, hint=3),
         NamedCheck("state: inputs unchanged", _break_inputs),
+        NamedCheck("budget: a tile of keys at a time", _break_budget),
     ),
     (
         "Both sums were made with the largest score of their time. What has to happen to them when it changes?",
         "total is a number, acc has one number per value dimension; both are sums of the same weights.",
-        "shrink = exp(top - new_top) belongs into both lines: total * shrink + ..., acc * shrink + ...; before the first tile "
-        "top is minus infinity itself, and exp(-inf) is 0.",
+        "Keep the old largest until both sums are rescaled: new_top = maximum(top, scores.max()); shrink = exp(top - new_top); "
+        "total * shrink + ..., acc * shrink + ...; then top = new_top. Before the first tile top is minus infinity itself, and "
+        "exp(-inf) is 0.",
     ),
     references=(oracle,),
 )
@@ -274,13 +306,17 @@ def _merge_nothing(fn: Any) -> None:
 
 
 def _merge_large(fn: Any) -> None:
-    for sign in (1, -1):
-        outs, logsums = torch.tensor([1.0, 3.0]).view(2, 1, 1, 1), torch.full((2, 1, 1), sign * 1e5)
-        expect_equal(fn(outs, logsums), torch.full((1, 1, 1), 2.0), atol=1e-6, what=f"two logsums of {sign * 100_000:,}")
+    for rows in ([1e5], [-1e5], [1e5, -1e5]):
+        outs = torch.tensor([1.0, 3.0]).view(2, 1, 1, 1).expand(2, len(rows), 1, 1).clone()
+        logsums = torch.tensor(rows).view(1, -1, 1).expand(2, -1, 1).clone()
+        what = f"two parts that weigh the same; logsums of {' in one row and of '.join(f'{x:,.0f}' for x in rows)}"
+        what += " in the other" if len(rows) > 1 else ""
+        expect_equal(fn(outs, logsums), torch.full((len(rows), 1, 1), 2.0), atol=1e-6, what=what)
 
 
 def _merge_inputs(fn: Any) -> None:
     outs, logsums = torch.randn(3, 2, 1, 4), torch.randn(3, 2, 1)
+    outs[1, 0], logsums[1, 0] = math.nan, -math.inf  # a part without keys
     with unchanged(outs=outs, logsums=logsums):
         fn(outs, logsums)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import torch
 
 
@@ -77,6 +78,33 @@ def scales_the_queries_in_place(q, k, v, tile):
     return tiles(q, k, v, tile, scale=1.0)
 
 
+def one_query_at_a_time(q, k, v, tile):
+    total = len(k) - len(q)
+    return torch.cat([tiles(q[i : i + 1], k[: total + i + 1], v[: total + i + 1], tile) for i in range(len(q))])
+
+
+def the_matrix_outside_torch(q, k, v, tile):
+    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+    scores = np.einsum("nhd,thd->hnt", q.numpy(), k.numpy()) / math.sqrt(q.shape[2])
+    scores[:, np.arange(len(k)) > np.arange(len(k) - len(q), len(k))[:, None]] = -np.inf
+    weights = np.exp(scores - scores.max(-1, keepdims=True))
+    weights /= weights.sum(-1, keepdims=True)
+    return torch.from_numpy(np.einsum("hnt,thd->nhd", weights, v.numpy()))
+
+
+def masked_keys_may_be_the_largest(q, k, v, tile):
+    repeat, position = q.shape[1] // k.shape[1], torch.arange(len(k) - len(q), len(k))[:, None]
+    q, k, v = (x.transpose(0, 1) for x in (q, k.repeat_interleave(repeat, 1), v.repeat_interleave(repeat, 1)))
+    top, summed, acc = torch.full((*q.shape[:2], 1), -math.inf, dtype=q.dtype), 0.0, 0.0
+    for start in range(0, k.shape[1], tile):
+        keys = torch.arange(start, min(start + tile, k.shape[1]))
+        scores = q @ k[:, keys].mT / math.sqrt(q.shape[2])
+        new_top = torch.maximum(top, scores.amax(-1, keepdim=True))
+        p, shrink, top = torch.exp(scores - new_top) * (keys <= position), torch.exp(top - new_top), new_top
+        summed, acc = summed * shrink + p.sum(-1, keepdim=True), acc * shrink + p @ v[:, keys]
+    return (acc / summed).transpose(0, 1)
+
+
 HAND, RANDOM = "exact: a mean by hand", "random: against one query at a time"
 CORE = (
     (heads_first, "shape"),
@@ -85,6 +113,8 @@ CORE = (
     (mask_from_the_top_left, HAND), (finite_sentinel, "edges: scores near -100,000"), (no_scale, RANDOM),
     (heads_in_the_wrong_groups, RANDOM), (exponentials_as_they_are, "edges: large scores"),
     (the_matrix_after_all, "budget: no matrix of all scores"), (scales_the_queries_in_place, RANDOM),
+    (the_matrix_outside_torch, "budget: no matrix of all scores"), (one_query_at_a_time, "budget: no loop over queries"),
+    (masked_keys_may_be_the_largest, "edges: large scores"),
 )  # fmt: skip
 
 
@@ -117,6 +147,10 @@ def subtracts_nothing(q, k, v, tile):
     return running(q, k, v, tile, subtract=False)
 
 
+def all_keys_at_once(q, k, v, tile):
+    return (k @ q / math.sqrt(len(q))).softmax(0) @ v
+
+
 def a_mean_of_the_tiles(q, k, v, tile):
     parts = []
     for at in range(0, len(k), tile):
@@ -128,7 +162,7 @@ def a_mean_of_the_tiles(q, k, v, tile):
 BREAK = (
     (only_the_sum_is_rescaled, "exact: scores that grow"), (only_the_values_are_rescaled, "exact: scores that grow"),
     (begins_at_minus_ten_thousand, "edges: scores near -100,000"), (subtracts_nothing, "edges: large scores"),
-    (a_mean_of_the_tiles, "exact: scores that fall"),
+    (a_mean_of_the_tiles, "exact: scores that fall"), (all_keys_at_once, "budget: a tile of keys at a time"),
 )  # fmt: skip
 
 
@@ -166,11 +200,23 @@ def cleans_the_callers_tensor(outs, logsums):
     return (outs * weights).sum(0) / weights.sum(0).clamp_min(1e-30)
 
 
+def one_largest_for_all_rows(outs, logsums):
+    weights = torch.exp(logsums - logsums.max().clamp_min(-1e30))[..., None]
+    outs, total = torch.where(weights > 0, outs, torch.zeros(())), weights.sum(0)
+    return (outs * weights).sum(0) / torch.where(total > 0, total, torch.ones(()))
+
+
+def cleans_the_callers_parts(outs, logsums):
+    outs[logsums == -math.inf] = 0.0
+    return (outs * logsums.softmax(0).nan_to_num()[..., None]).sum(0)
+
+
 STRETCH = (
     (keeps_the_parts, "shape"), (mean_of_the_parts, "exact: parts that weigh 1 and 3"),
     (softmax_and_hope, "edges: parts without keys"), (weighs_by_the_logsum, "exact: parts that weigh 1 and 3"),
     (no_subtraction, "edges: logsums of 100,000 and -100,000"), (forgets_the_row_without_keys, "edges: a row without keys"),
-    (cleans_the_callers_tensor, "state: inputs unchanged"),
+    (cleans_the_callers_tensor, "state: inputs unchanged"), (cleans_the_callers_parts, "state: inputs unchanged"),
+    (one_largest_for_all_rows, "edges: logsums of 100,000 and -100,000"),
 )  # fmt: skip
 
 WRONG = {"3.1 core": CORE, "3.1 break": BREAK, "3.1 stretch": STRETCH}
