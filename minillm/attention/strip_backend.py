@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from minillm.attention.torch_backend import precision_name
+from minillm.attention.torch_backend import attend, precision_name
 from minillm.cache.kv_store import KVStore, PlainKVStore
 from minillm.engine.batch import ForwardBatch, slots_of
 from minillm.model.config import ModelConfig
@@ -16,22 +16,49 @@ from minillm.perf.work import Work, visible_pairs
 
 
 @dataclass(frozen=True)
-class Strip:
-    """One row: its queries, where its keys begin, how many there are. mask: [queries, keys], None where all is visible."""
+class Span:
+    """Slots of ``rows`` strips: ``length`` of each, the first at ``first``, the next ``step`` slots on."""
 
-    tokens: slice
     first: int
     length: int
+    rows: int = 1
+    step: int = 0
+
+
+@dataclass(frozen=True)
+class Strips:
+    """Rows that are computed together: their queries, q_len of each, and where their keys lie. mask: [queries, keys], None where
+    all is visible."""
+
+    tokens: slice
+    q_len: int
+    slots: Span
     mask: Tensor | None
+
+
+@dataclass(frozen=True)
+class InPlace:
+    """A plain store that gives a view where others gather: slots are a span of strips."""
+
+    store: PlainKVStore
+
+    def read(self, layer: int, slots: Span) -> tuple[Tensor, Tensor]:
+        """k, v, each [rows, length, kv_heads, head_dim]."""
+        kv = self.store.layers[layer]  # [slots, 2, kv_heads, head_dim]
+        shape, along = (slots.rows, slots.length, *kv.shape[1:]), (slots.step * kv.stride(0), *kv.stride())
+        k, v = kv.as_strided(shape, along, kv.storage_offset() + slots.first * kv.stride(0)).unbind(2)
+        return k, v
 
 
 class StripAttention:
     """Needs kv_cache="contiguous" (or an allocation of strips) and the plain store; a scattered row is a ValueError.
 
-    No key is copied, and no two rows are computed together: strips of different lengths have no common shape."""
+    No key is copied. Neighbours that decode over equally many keys, in strips at equal distances, are computed together; other
+    rows have no common shape, and each is a call of its own."""
 
-    def plan(self, batch: ForwardBatch, dtype: torch.dtype) -> list[Strip]:
-        strips, start = [], 0
+    def plan(self, batch: ForwardBatch, dtype: torch.dtype) -> list[Strips]:
+        strips: list[Strips] = []
+        start = 0
         for q_len, kv_len, table in zip(batch.q_lens, batch.kv_lens, batch.tables, strict=True):
             slots = slots_of(table, batch.block_size, 0, kv_len)
             if slots[-1] - slots[0] != kv_len - 1 or any(b - a != 1 for a, b in zip(table, table[1:])):
@@ -39,23 +66,25 @@ class StripAttention:
             mask = None
             if q_len > 1:  # bottom-right causal
                 mask = torch.ones(q_len, kv_len, dtype=torch.bool, device=batch.token_ids.device).tril(kv_len - q_len)
-            strips.append(Strip(slice(start, start + q_len), int(slots[0]), kv_len, mask))
+            row = Strips(slice(start, start + q_len), q_len, Span(int(slots[0]), kv_len), mask)
+            joined = join(strips[-1], row) if strips else None
+            strips[-1:] = [joined] if joined else [*strips[-1:], row]
             start += q_len
         return strips
 
-    def forward(self, q: Tensor, layer: int, store: KVStore, plan: list[Strip]) -> Tensor:
+    def forward(self, q: Tensor, layer: int, store: KVStore, plan: list[Strips]) -> Tensor:
         if not isinstance(store, PlainKVStore):
             raise ValueError(f"StripAttention reads the plain store, got {type(store).__name__}")
+        read: Any = InPlace(store)
+        if len(plan) == 1:
+            group: Any = plan[0]
+            return attend(q, layer, read, group)
         out = torch.empty_like(q)
-        for row in plan:
-            k, v = store.layers[layer][row.first : row.first + row.length].unbind(1)
-            k, v = (x.transpose(0, 1).unsqueeze(0) for x in (k, v))  # [1, kv_heads, keys, head_dim]
-            heads = q[row.tokens].transpose(0, 1).unsqueeze(0)
-            grouped = k.shape[1] != heads.shape[1]
-            out[row.tokens] = F.scaled_dot_product_attention(heads, k, v, row.mask, enable_gqa=grouped)[0].transpose(0, 1)
+        for group in plan:
+            out[group.tokens] = attend(q[group.tokens], layer, read, group)
         return out
 
-    def work(self, batch: ForwardBatch, plan: list[Strip], config: ModelConfig, dtype: torch.dtype) -> Work:
+    def work(self, batch: ForwardBatch, plan: list[Strips], config: ModelConfig, dtype: torch.dtype) -> Work:
         element = dtype.itemsize
         lengths = list(zip(batch.q_lens, batch.kv_lens, strict=True))
         return Work(
@@ -64,3 +93,12 @@ class StripAttention:
             activation_bytes=2 * batch.num_tokens * config.q_size * element,
             launches=2 * len(plan),
         )
+
+
+def join(before: Strips, row: Strips) -> Strips | None:
+    """Both in one, if both decode and the row continues the regular sequence of strips before it."""
+    span, step = before.slots, row.slots.first - before.slots.first - (before.slots.rows - 1) * before.slots.step
+    regular = step > 0 if span.rows == 1 else step == span.step
+    if before.q_len != 1 or row.q_len != 1 or span.length != row.slots.length or not regular:
+        return None
+    return replace(before, tokens=slice(before.tokens.start, row.tokens.stop), slots=replace(span, rows=span.rows + 1, step=step))
