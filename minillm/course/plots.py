@@ -131,7 +131,7 @@ def bars(
         base = values[baseline] if baseline is not None else 0.0
         factor = ""
         if base > 0 and value > 0 and name != baseline:
-            factor = f"  ({value / base:.3g}× more)" if value >= base else f"  ({base / value:.3g}× less)"
+            factor = f"  (×{value / base:.3g})" if value >= base else f"  (÷{base / value:.3g})"
         ax.text(edge + largest * 0.012, i, f"{si(value, unit)}{factor}", va="center", fontsize=SMALL, color=INK)
     ax.set_yticks(range(len(values)), list(values))
     ax.set_ylim(len(values) - 0.5, -0.5)
