@@ -9,6 +9,7 @@ from typing import Any, Callable, Mapping, Sequence
 import ipywidgets as w
 import torch
 from matplotlib.figure import Figure
+from matplotlib.ticker import PercentFormatter
 
 from minillm.attention.strip_backend import StripAttention
 from minillm.attention.torch_backend import TorchAttention
@@ -17,6 +18,7 @@ from minillm.cache.snapshot import CacheSnapshot
 from minillm.course.diagrams import block_table
 from minillm.course.panel import Panel
 from minillm.course.plots import bars, lines
+from minillm.course.style import COLOURS, DPI, FAINT, Drawing, legend, styled, titled
 from minillm.engine.batch import ForwardBatch, Row
 from minillm.model.transformer import Transformer
 from minillm.perf.timing import Timing
@@ -39,14 +41,21 @@ def serve(mix: Sequence[tuple[int, int]], pool: int, longest: int) -> dict[str, 
 
 
 def memory_figure(held: Mapping[str, Sequence[Held]], pool: int) -> Figure:
-    """Share of the whole pool that holds keys and values, step by step."""
-    shown = {name: held[name] for name in ("reserved strips", "exact strips", "pages of 16")}
-    series = {
-        f"{name}, {what}": [(i, getattr(s, what) / pool) for i, s in enumerate(steps)][:: max(1, len(steps) // 60)]
-        for name, steps in shown.items()
-        for what in ("allocated", "live")
-    }
-    return lines(series, "step", "share of the pool")
+    """Share of the pool that is allocated, and that holds keys and values, step by step: one strip for each way to allocate."""
+    shown = ("reserved strips", "exact strips", "pages of 16")
+    fig = Drawing(figsize=(7.0, 4.6), dpi=DPI, layout="constrained", facecolor="white")
+    rows = fig.subplots(len(shown), 1, sharex=True, sharey=True)
+    for ax, name in zip(rows, shown):
+        steps = range(len(held[name]))
+        for what, look in (("allocated", {"color": FAINT}), ("live", {"color": COLOURS[0]})):
+            ax.fill_between(steps, [getattr(s, what) / pool for s in held[name]], label=what, linewidth=0, **look)
+        titled(styled(ax), name)
+        ax.set_ylim(0, 1.02)
+        ax.yaxis.set_major_formatter(PercentFormatter(1.0))
+    titled(rows[1], shown[1], ylabel="share of the pool")
+    titled(rows[-1], shown[-1], "step")
+    legend(rows[0], "right")
+    return fig
 
 
 def waste_figure(held: Mapping[str, Sequence[Held]]) -> Figure:
