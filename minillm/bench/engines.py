@@ -45,6 +45,7 @@ _MIXES = ("static", "generate_batch")
 ENGINES = (
     Engine(OWN, OWN, "minillm_worker.py", _ALL | {"overhead"}),
     Engine("minillm-compiled", OWN, "minillm_worker.py", frozenset({"decode", "mix", "overhead"}), options={"compile": True}),
+    Engine("minillm-int4", OWN, "minillm_worker.py", frozenset({"decode"}), options={"compile": True, "quantization": "rtn"}),
     Engine("transformers-fp32", "transformers", "transformers_worker.py", _ALL, "folder", {"dtype": "float32"}, _MIXES, 4),
     Engine("transformers-bf16", "transformers", "transformers_worker.py", _ALL, "folder", {"dtype": "bfloat16"}, _MIXES, 2),
     Engine("vllm", "vllm", "vllm_worker.py", _ALL, "folder", {"dtype": "bfloat16", "eager": False}, weight_bytes=2),

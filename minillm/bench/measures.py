@@ -99,6 +99,7 @@ _UNJUDGED = (
     ("decode32", "vllm"),
 )  # fmt: skip
 _BOTH = ("minillm", "minillm-compiled")
+_INT4 = (("decode1", 0.7), ("decode8", None), ("decode16", None), ("decode32", None))
 BARS = (
     Bar("decode1", "minillm", "transformers", 1.3),
     Bar("decode1", "minillm-compiled", "transformers", 2.7, 3.5),
@@ -107,4 +108,5 @@ BARS = (
     *(Bar("overhead", engine, None, at_most=0.10) for engine in _BOTH),
     *(Bar("prefill512", "minillm", peer) for peer in ("vllm", "llama.cpp")),
     *(Bar(measure, engine, peer) for measure, peer in _UNJUDGED for engine in _BOTH),
+    *(Bar(measure, "minillm-int4", "llama.cpp", aim=aim) for measure, aim in _INT4),
 )

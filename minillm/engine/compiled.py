@@ -21,7 +21,7 @@ import warnings
 import zipfile
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Sequence
+from typing import Any, Callable, Mapping, Sequence
 
 import torch
 from filelock import FileLock
@@ -37,10 +37,11 @@ from minillm.model import layers, transformer
 from minillm.model.transformer import Transformer
 from minillm.paths import cache_dir
 from minillm.quant import group_linear, linear
+from minillm.quant.linear import for_rows
 
 log = logging.getLogger("minillm")
 SOURCES: tuple[ModuleType, ...] = (transformer, layers, linear, group_linear, torch_backend, kv_store)
-KEPT_PACKAGES = 4
+KEPT_PACKAGES = 6
 
 
 class CompileUnavailable(RuntimeError):
@@ -81,20 +82,29 @@ def all_decode(batch: ForwardBatch) -> bool:
 class CompiledDecode:
     """Runs a batch in which every row computes one token and wants its logits.
 
-    model: as ``Transformer.traced`` gives it. What is kept of it, as ``model``, has shapes and no values: the work of a step is
-    counted from it. weight_bytes: what the compiled step holds for itself, whatever else the engine holds.
+    models: as ``Transformer.traced`` gives them, by the fewest rows that each is for: quantised weights have a step that
+    multiplies by codes, and one for many rows that multiplies by their copy in 16 bits. Of each a step is compiled and, to count
+    its work, the shapes are kept. weight_bytes: what the compiled steps hold for themselves, whatever else the engine holds.
     """
 
     fused = True
 
-    def __init__(self, model: Transformer, store: PlainKVStore, backend: TorchAttention):
-        self.store, self.backend, self.dtype = store, backend, model.dtype
-        package = find_or_build(model, store, backend.window)
-        self._step = torch._inductor.aoti_load_package(str(package))
-        self.weight_bytes, self.model = model.weight_bytes(), model.to("meta")
+    def __init__(self, models: Mapping[int, Transformer], store: PlainKVStore, backend: TorchAttention):
+        self.store, self.backend = store, backend
+        self.weight_bytes = sum(model.weight_bytes() for model in models.values())
+        self._steps: dict[int, Callable[..., Tensor]] = {}
+        self._shapes: dict[int, Transformer] = {}
+        for fewest, model in models.items():
+            package = find_or_build(model, store, backend.window, few=fewest < max(models))
+            self._steps[fewest] = torch._inductor.aoti_load_package(str(package))
+            self.dtype, self._shapes[fewest] = model.dtype, model.to("meta")
 
     def accepts(self, batch: ForwardBatch) -> bool:
         return all_decode(batch)
+
+    def model_for(self, rows: int) -> Transformer:
+        """The model, without values, that a step of so many rows computes: the work of the step is counted from it."""
+        return for_rows(self._shapes, rows)
 
     def plan(self, batch: ForwardBatch) -> list[RowGroup]:
         return [self.backend.single_group(batch, self.dtype)]
@@ -104,13 +114,14 @@ class CompiledDecode:
         logits = self.step(batch.token_ids, batch.positions, batch.slots, plan[0].slots, plan[0].mask)
         return logits[: len(batch.logit_indices)]
 
-    def step(self, *inputs: Tensor | None) -> Tensor:
+    def step(self, token_ids: Tensor, *inputs: Tensor | None) -> Tensor:
         """What ``decode_rows`` computes from the same tensors."""
-        return self._step(*inputs, self.store.layers)
+        return for_rows(self._steps, len(token_ids))(token_ids, *inputs, self.store.layers)
 
 
-def find_or_build(model: Transformer, store: PlainKVStore, window: int | None) -> Path:
-    """The compiled package of a traced model on this machine; built at the first call, found at later ones."""
+def find_or_build(model: Transformer, store: PlainKVStore, window: int | None, few: bool = False) -> Path:
+    """The compiled package of a traced model on this machine; built at the first call, found at later ones. few: another package
+    serves many rows, and this one is made for one or two."""
     if model.device.type != "cpu":
         raise CompileUnavailable(f"the compiled step is built for a CPU, the model is on {model.device}")
     folder = cache_dir() / "compiled"
@@ -118,7 +129,7 @@ def find_or_build(model: Transformer, store: PlainKVStore, window: int | None) -
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise CompileUnavailable(f"there is no place to keep it: {error}") from error
-    package = folder / f"{model.config.name.replace('/', '_')}-{fingerprint(model, store, window)}.pt2"
+    package = folder / f"{model.config.name.replace('/', '_')}-{fingerprint(model, store, window, few)}.pt2"
     with FileLock(f"{package}.lock"):  # two engines that start at once compile once
         if not _is_whole(package):
             if shutil.which(os.environ.get("CXX", "g++")) is None and shutil.which("clang++") is None:
@@ -127,7 +138,7 @@ def find_or_build(model: Transformer, store: PlainKVStore, window: int | None) -
             started = time.monotonic()
             try:
                 with tempfile.TemporaryDirectory(dir=folder) as scratch:
-                    os.replace(_build(model, store, window, Path(scratch) / "step.pt2"), package)
+                    os.replace(_build(model, store, window, few, Path(scratch) / "step.pt2"), package)
             except Exception as error:  # what torch.export, its compiler and a full disk raise has no common type
                 reason = str(error).strip().split("\n")[0]
                 raise CompileUnavailable(f"torch could not compile the step ({type(error).__name__}: {reason})") from error
@@ -137,7 +148,7 @@ def find_or_build(model: Transformer, store: PlainKVStore, window: int | None) -
     return package
 
 
-def _build(model: Transformer, store: PlainKVStore, window: int | None, target: Path) -> Path:
+def _build(model: Transformer, store: PlainKVStore, window: int | None, few: bool, target: Path) -> Path:
     from torch.export import Dim, export
     from torch.fx.experimental import _config
 
@@ -162,11 +173,13 @@ def _build(model: Transformer, store: PlainKVStore, window: int | None, target: 
     with torch.inference_mode(False), torch.no_grad(), shapes.patch(backed_size_oblivious=True), warnings.catch_warnings(), quiet:
         warnings.simplefilter("ignore")
         program = export(step, example, dynamic_shapes=dynamic)
-        options = {"freezing": True, "max_autotune": True}
+        # what is fastest is tried out with the example's rows: of one or two, torch's kernels for codes (8.5 ms a step in 4 bits
+        # against 12.2 with what was fastest at four)
+        options = {"freezing": True, "max_autotune": True} | ({"max_autotune_gemm_backends": "ATEN"} if few else {})
         return Path(torch._inductor.aoti_compile_and_package(program, package_path=str(target), inductor_configs=options))
 
 
-def fingerprint(model: Transformer, store: PlainKVStore, window: int | None) -> str:
+def fingerprint(model: Transformer, store: PlainKVStore, window: int | None, few: bool = False) -> str:
     """Everything that the compiled code depends on: weights, shapes, our source, torch, threads and the CPU's abilities."""
     digest = hashlib.blake2b(digest_size=12)
     for module in (*SOURCES, sys.modules[__name__]):
@@ -174,7 +187,7 @@ def fingerprint(model: Transformer, store: PlainKVStore, window: int | None) -> 
     capability = torch.backends.cpu.get_cpu_capability()
     digest.update(
         repr(
-            (model.config, model.dtype, window, len(store.layers), torch.__version__, torch.get_num_threads(), capability)
+            (model.config, model.dtype, window, few, len(store.layers), torch.__version__, torch.get_num_threads(), capability)
         ).encode()
     )
     for name, tensor in model.named_buffers():  # the names and shapes say in which format a layer is

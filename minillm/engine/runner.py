@@ -182,7 +182,7 @@ class ModelRunner:
         return self.eager
 
     def _work(self, path: ForwardPath, batch: ForwardBatch, plan: Any) -> Work:
-        model = self.compiled.model if path.fused and self.compiled else self.model
+        model = self.compiled.model_for(batch.num_rows) if path.fused and self.compiled else self.model
         work = model.work(batch, self.backend, plan, fused=path.fused)
         recount = getattr(self.store, "recount", None)  # a store that keeps KV in other bytes than the model's dtype
         if recount is not None:

@@ -19,7 +19,7 @@ from minillm.model.mla import NORM_EPS, LatentAttentionLayer, mla_shapes, rotati
 from minillm.model.moe import MoE, Router
 from minillm.model.moe_config import moe_parts, moe_shapes
 from minillm.perf.work import Work
-from minillm.quant.linear import AnyMethod, Linear, PlainLinear, default_method, method_for
+from minillm.quant.linear import AnyMethod, Linear, PlainLinear, default_method, for_rows, method_for
 
 EMBED, NORM, HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
 
@@ -243,14 +243,19 @@ class Transformer(nn.Module):
             out.update({f"{p}.{name}.weight": norm.weight for name, norm in norms.items() if norm is not None})
         return out
 
-    def traced(self) -> "Transformer":
-        """The same model with every linear layer in the form that torch.export traces; what can be shared is. ValueError for a
-        layer that has no such form."""
-        memo: dict[int, Any] = {id(m): m.traced() for m in self.modules() if isinstance(m, Linear)}
-        memo.update({id(shared): shared for shared in (self.config, *self.buffers())})
+    def traced(self) -> "dict[int, Transformer]":
+        """The same model with every linear layer in a form that torch.export traces, by the fewest rows that each model is for;
+        what can be shared is. ValueError for a layer that has no such form."""
+        forms = {id(m): m.traced() for m in self.modules() if isinstance(m, Linear)}
+        bounds = sorted({rows for layers in forms.values() for rows in layers})
+        return {rows: self._with({at: for_rows(layers, rows) for at, layers in forms.items()}) for rows in bounds}
+
+    def _with(self, linears: Mapping[int, Linear]) -> "Transformer":
+        """A copy with other linear layers, {id of the one here: the one there}, that shares everything else."""
+        memo: dict[int, Any] = {**linears, **{id(shared): shared for shared in (self.config, *self.buffers())}}
         model = copy.deepcopy(self, memo)
-        if self.config.tie_embeddings and "weight" in model.head._buffers:  # else the package would hold it twice
-            model.head.weight = model.embedding
+        if self.config.tie_embeddings and "weight" in model.head._buffers and torch.equal(model.head.weight, model.embedding):
+            model.head.weight = model.embedding  # else the package would hold it twice
         return model
 
     def converted(self, dtype: torch.dtype, device: torch.device | str, linear_method: AnyMethod | None = None) -> "Transformer":

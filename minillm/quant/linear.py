@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from dataclasses import dataclass
-from typing import Any, Hashable, Mapping, Protocol, Union
+from typing import Any, Hashable, Mapping, Protocol, TypeVar, Union
 
 import torch
 import torch.nn.functional as F
@@ -13,6 +13,9 @@ from torch import Tensor, nn
 from minillm.perf.work import Work
 
 Packed = Mapping[str, Tensor | None]
+Form = TypeVar("Form")
+Forms = Mapping[int, tuple["LinearMethod", Packed]]
+"""What a compiled step multiplies by: {fewest rows: a method and what it kept}."""
 
 
 @dataclass(frozen=True)
@@ -30,7 +33,8 @@ class LinearMethod(Protocol):
     """A storage format of weights with the product that belongs to it.
 
     A method whose products do not read all that pack kept may have ``traffic(packed, rows) -> Traffic``, which the meter then
-    asks. One whose product torch.export can trace may have ``traced(packed) -> (method, packed)``, which compile=True then takes.
+    asks. One that has products which torch.export can trace may have ``traced(packed) -> {fewest rows: (method, packed)}``, of
+    which compile=True takes, for a step of so many rows, the last that applies; the first is for 1 row.
     One that treats layers differently may have ``for_layer(name) -> LinearMethod``; it then needs nothing else.
     """
 
@@ -62,6 +66,11 @@ def method_for(method: AnyMethod, name: str) -> LinearMethod:
     return method if chooser is None else chooser(name)  # type: ignore[return-value]
 
 
+def for_rows(forms: Mapping[int, Form], rows: int) -> Form:
+    """Of what is held by the fewest rows that it is for, that for so many rows."""
+    return forms[max(fewest for fewest in forms if fewest <= rows)]
+
+
 class PlainLinear:
     """The weight as it is, multiplied by torch."""
 
@@ -76,9 +85,9 @@ class PlainLinear:
         assert weight is not None
         return weight.to_dense() if weight.is_mkldnn else weight
 
-    def traced(self, packed: Packed) -> tuple[LinearMethod, Packed]:
+    def traced(self, packed: Packed) -> Forms:
         """The plain product with the plain weight: torch's compiler packs it in its own way."""
-        return PlainLinear(), {"weight": self.unpack(packed), "bias": packed["bias"]}
+        return {1: (PlainLinear(), {"weight": self.unpack(packed), "bias": packed["bias"]})}
 
 
 class PrepackedLinear(PlainLinear):
@@ -138,14 +147,18 @@ class Linear(nn.Module):
         """Weight [out, in] and bias [out] as the layer was built from them."""
         return self.method.unpack(self._buffers), self._bias
 
-    def traced(self) -> "Linear":
-        """This layer as torch.export can trace it, over the same tensors where it can. ValueError where it cannot."""
+    def traced(self) -> "dict[int, Linear]":
+        """This layer as torch.export can trace it, by the fewest rows that each form is for; over the same tensors where it can.
+        ValueError where it cannot."""
         ask: Any = getattr(self.method, "traced", None)
         if ask is None:
             raise ValueError(f"{type(self.method).__name__} has no product that torch can compile")
+        return {rows: self._holding(*form) for rows, form in ask(self._buffers).items()}
+
+    def _holding(self, method: LinearMethod, packed: Packed) -> "Linear":
         layer = copy.copy(self)
         layer._buffers, layer._non_persistent_buffers_set = {}, set()
-        layer.method, packed = ask(self._buffers)
+        layer.method = method
         layer._keep(packed)
         return layer
 
