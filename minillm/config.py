@@ -52,7 +52,8 @@ class EngineConfig:
     cache. disk_folder: where the files lie; None is a folder of the user's cache. cache_write: "back" copies a block down when
     the pool evicts it, "through" as soon as it is computed. tier_policy: "auto" loads what is predicted to be faster loaded than
     computed, "always" whatever is found; or a callable (LoadOffer) → blocks to load.
-    compile: compile the decode step ahead of time (a minute the first time, kept on disk).
+    compile: compile the decode step ahead of time (a minute or two the first time, kept on disk; twice that for quantised weights
+        beside which a copy in 16 bits is held: one step multiplies by codes, for few rows, and one by the copy).
     cuda_graphs: record decode steps of a few sizes and replay them (on a CPU: pad and call); True, or a Padding of one's own.
     overlap: plan the next step and sort out the last one while one runs; a text that stops costs one wasted token.
     speculative: None; "ngram" looks drafts up in the text so far; "draft" lets draft_model decode ahead; "mtp" uses a trained

@@ -134,7 +134,8 @@ def find_or_build(model: Transformer, store: PlainKVStore, window: int | None, f
         if not _is_whole(package):
             if shutil.which(os.environ.get("CXX", "g++")) is None and shutil.which("clang++") is None:
                 raise CompileUnavailable("no C++ compiler was found; install g++ or clang++")
-            log.warning("compiling the decode step of %s: a minute or two, once; kept in %s", model.config.name, folder)
+            what = f"{model.config.name}{' for few rows' if few else ''}"
+            log.warning("compiling the decode step of %s: a minute or two, once; kept in %s", what, folder)
             started = time.monotonic()
             try:
                 with tempfile.TemporaryDirectory(dir=folder) as scratch:
