@@ -17,7 +17,7 @@ from minillm.attention.torch_backend import TorchAttention
 from minillm.engine.batch import ForwardBatch
 from minillm.model.mla_config import MLAConfig
 from minillm.model.moe_config import MoEConfig
-from minillm.model.transformer import expected_shapes
+from minillm.model.weights import expected_shapes
 
 from .reference import Reference, SparseReference
 

@@ -20,7 +20,7 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers
 
 from minillm import LLM, ModelConfig, SamplingParams, Transformer, cli
 from minillm.cli import build_parser, main
-from minillm.model.transformer import expected_shapes
+from minillm.model.weights import expected_shapes
 from minillm.perf.hardware import Machine
 
 from .strategies import one_thread  # noqa: F401

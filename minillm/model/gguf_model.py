@@ -15,7 +15,7 @@ from minillm.model.files import check_depth, check_tensors
 from minillm.model.gguf_file import GGUFFile
 from minillm.model.gguf_tokenizer import eos_ids
 from minillm.model.layers import rope_frequencies
-from minillm.model.transformer import expected_shapes
+from minillm.model.weights import expected_shapes
 
 _FAMILIES = {  # a Mistral model is stored as a "llama"
     "llama": gguf.MODEL_ARCH.LLAMA, "qwen2": gguf.MODEL_ARCH.QWEN2, "qwen3": gguf.MODEL_ARCH.QWEN3,

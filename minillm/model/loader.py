@@ -21,7 +21,7 @@ from minillm.model.gguf_model import GGUFWeights, gguf_config, storage_note
 from minillm.model.gguf_tokenizer import tokenizer_from_gguf
 from minillm.model.packaged import PACKAGED, DownloadError
 from minillm.model.tokenizer import Tokenizer
-from minillm.model.transformer import expected_shapes
+from minillm.model.weights import expected_shapes
 
 _HUB_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 _HUB_FILES = ["*.json", "model*.safetensors", "chat_template.jinja"]

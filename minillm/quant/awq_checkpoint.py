@@ -18,7 +18,8 @@ from torch import Tensor
 from minillm.model.config import ARCHITECTURES, ModelConfig
 from minillm.model.files import check_depth, check_tensors
 from minillm.model.loader import folder_config, weight_files
-from minillm.model.transformer import EMBED, FUSED, HEAD, NORM, Layer, Transformer, expected_shapes
+from minillm.model.transformer import Layer, Transformer
+from minillm.model.weights import EMBED, FUSED, HEAD, NORM, expected_shapes
 from minillm.quant.calibrate import LINEARS
 from minillm.quant.config import QuantConfig
 from minillm.quant.grid import Codes, group_size

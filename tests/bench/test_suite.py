@@ -33,7 +33,7 @@ def tiny_folder(tmp_path_factory):
 
     from minillm.bench.export import write_folder
     from minillm.model.loader import Checkpoint
-    from minillm.model.transformer import expected_shapes
+    from minillm.model.weights import expected_shapes
 
     folder = tmp_path_factory.mktemp("tiny")
     generator = torch.Generator().manual_seed(0)

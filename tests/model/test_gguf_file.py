@@ -22,7 +22,7 @@ from minillm.model.fetch import status
 from minillm.model.gguf_file import GGUFFile
 from minillm.model.gguf_model import split_pairs
 from minillm.model.loader import Checkpoint, load_checkpoint
-from minillm.model.transformer import expected_shapes
+from minillm.model.weights import expected_shapes
 
 FAMILIES = ("llama", "llama tied", "mistral", "qwen2", "qwen3")
 SameWeights = Callable[[Checkpoint, Any], None]

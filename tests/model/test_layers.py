@@ -17,7 +17,7 @@ from minillm.attention.torch_backend import TorchAttention
 from minillm.cache.kv_store import PlainKVStore
 from minillm.engine.batch import ForwardBatch, Row
 from minillm.model.layers import MLP, RMSNorm, apply_rope, rope_frequencies, rope_table
-from minillm.model.transformer import expected_shapes
+from minillm.model.weights import expected_shapes
 from minillm.quant.linear import Linear, PlainLinear, PrepackedLinear, prepack_available
 
 CONFIG = ModelConfig(
