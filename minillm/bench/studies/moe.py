@@ -1,4 +1,8 @@
-"""A mixture of 64 experts, 8 a token, against a loop over tokens and against a dense layer of equal active size."""
+"""A mixture of 64 experts, 8 a token, against a loop over tokens and against a dense layer of equal active size.
+
+With 512 tokens an expert has 64 rows of work for the weights that it reads, where the dense layer has 512. So the ratio of their
+times has a floor, reported beside it: what reading all experts takes by what the dense layer's arithmetic takes.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +18,7 @@ from minillm.model.layers import MLP
 from minillm.model.moe import MoE, Router
 from minillm.model.moe_config import MoEConfig
 from minillm.perf.hardware import fast_dtype
+from minillm.perf.probes import read_bandwidth
 from minillm.quant.linear import Linear, default_method
 
 TITLE = "One layer of 64 experts, 8 a token: grouped, token by token, and dense of equal active size (ms by tokens in the report)"
@@ -23,15 +28,24 @@ MOE = MoEConfig(64, 8, 512)
 TOKENS = (1, 8, 32, 128, 512)
 LOOPED = 32
 """The loop over tokens is measured up to here: beyond, it only takes longer."""
+MANY = 512
 
 
 def ratio(way: str, other: str, tokens: int) -> Callable[[Mapping[str, float]], float]:
     return lambda r: r[f"{way}_{tokens}"] / r[f"{other}_{tokens}"]
 
 
+def floor(read: str, dense: str) -> Callable[[Mapping[str, float]], float]:
+    """The roofline of the mixture by the dense layer's time: it does the same arithmetic, at best as fast, and it must read."""
+    return lambda r: max(1.0, r[read] / r[dense])
+
+
 BARS = (
     Bar("loop over tokens / grouped, 32 tokens", ratio("loop", "grouped", 32), at_least=5.0),
-    Bar("grouped / dense of equal active size, 512 tokens", ratio("grouped", "dense", 512), at_most=1.5),
+    Bar("grouped / dense of equal active size, 512 tokens, float32", ratio("f32_grouped", "f32_dense", MANY), at_most=1.5),
+    Bar("its floor: reading the experts / dense, at least 1, float32", floor("f32_read", f"f32_dense_{MANY}")),
+    Bar("grouped / dense of equal active size, 512 tokens", ratio("grouped", "dense", MANY)),
+    Bar("its floor: reading the experts / dense, at least 1", floor("read", f"dense_{MANY}")),
     *(Bar(f"loop over tokens / grouped, {n} tokens", ratio("loop", "grouped", n)) for n in (1, 8)),
     *(Bar(f"grouped / dense of equal active size, {n} tokens", ratio("grouped", "dense", n)) for n in (1, 8, 32, 128)),
     Bar("distinct experts, 32 tokens", lambda r: r["touched_32"]),
@@ -87,24 +101,47 @@ def by_token(layer: MoE, experts: Sequence[MLP], x: Tensor) -> Tensor:
     return torch.cat(rows)
 
 
-def prepare() -> Layers:
-    return Layers.random(MOE, HIDDEN, fast_dtype("cpu"))
+@dataclass(frozen=True)
+class State:
+    """The layers in the dtype of this machine, and in float32 (which may be the same)."""
+
+    fast: Layers
+    exact: Layers
+
+
+def prepare() -> State:
+    fast, exact = (Layers.random(MOE, HIDDEN, dtype) for dtype in (fast_dtype("cpu"), torch.float32))
+    return State(fast, exact)
 
 
 @torch.inference_mode()
-def measure(state: Layers, turn: int, repeats: int = 5) -> dict[str, float]:
+def measure(state: State, turn: int, repeats: int = 5) -> dict[str, float]:
     found: dict[str, float] = {}
-    ways = list(state.ways().items())
     for tokens in TOKENS:
-        x = state.inputs(tokens)
-        found[f"touched_{tokens}"] = state.touched(tokens)
-        for i in range(len(ways)):
-            name, run = ways[(i + turn) % len(ways)]
-            if name == "loop" and tokens > LOOPED:
-                continue
-            run(x)
-            found[f"{name}_{tokens}"] = min(_seconds(run, x) for _ in range(repeats))
+        found[f"touched_{tokens}"] = state.fast.touched(tokens)
+        found |= _turns(state.fast, tokens, turn, repeats)
+    found["read"] = _reading(state.fast)
+    found |= {f"f32_{name}": s for name, s in _turns(state.exact, MANY, turn, repeats).items()}
+    found["f32_read"] = _reading(state.exact)
     return found
+
+
+def _turns(layers: Layers, tokens: int, turn: int, repeats: int) -> dict[str, float]:
+    """Seconds of each way, the best of some repeats, in an order that rotates with turn."""
+    ways = [(name, run) for name, run in layers.ways().items() if name != "loop" or tokens <= LOOPED]
+    x = layers.inputs(tokens)
+    found = {}
+    for i in range(len(ways)):
+        name, run = ways[(i + turn) % len(ways)]
+        run(x)
+        found[f"{name}_{tokens}"] = min(_seconds(run, x) for _ in range(repeats))
+    return found
+
+
+def _reading(layers: Layers) -> float:
+    """Seconds that it takes to read the weights of all experts and nothing else."""
+    size = sum(weight.nbytes for part in (layers.moe.gate_up, layers.moe.down) for weight in part.dense())
+    return size / read_bandwidth(torch.ones(size // 4), size)
 
 
 def _seconds(run: Callable[[Tensor], Tensor], x: Tensor) -> float:

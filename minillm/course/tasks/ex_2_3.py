@@ -15,9 +15,10 @@ from minillm.course.expect import Mismatch, expect_at_most, expect_equal, expect
 from minillm.course.labs.experts import balance, imbalance, skewed_logits
 from minillm.course.task import NamedCheck, Task
 from minillm.model.config import ModelConfig
+from minillm.model.experts import GroupedLinear
 from minillm.model.layers import Operators
 from minillm.model.loads import ExpertLoads
-from minillm.model.moe import MoE, SegmentLinear, route
+from minillm.model.moe import MoE, route
 from minillm.model.moe_config import MoEConfig
 from minillm.model.transformer import Transformer
 
@@ -192,7 +193,7 @@ CORE = Task(
         "order = chosen.flatten().argsort(stable=True); counts = torch.bincount(chosen.flatten(), minlength=experts);\n"
         "for e, rows in enumerate(x[order // top_k].split(counts.tolist())): if len(rows): …",
     ),
-    references=(MoE, SegmentLinear, route),
+    references=(MoE, GroupedLinear, route),
 )
 
 

@@ -91,9 +91,11 @@ def test_the_panel_measures_and_says_the_factor():
 
 def test_the_study_measures_every_way_and_its_bars_are_read_from_that(monkeypatch):
     monkeypatch.setattr(study, "TOKENS", (1, 8, 32, 128, 512))
-    state = study.Layers.random(MoEConfig(8, 2, 8), 16, torch.float32)
-    found = study.measure(state, 1, repeats=1)
-    assert {"loop_32", "grouped_512", "dense_512", "touched_32"} < set(found) and "loop_128" not in found
+    layers = study.Layers.random(MoEConfig(8, 2, 8), 16, torch.float32)
+    found = study.measure(study.State(layers, layers), 1, repeats=1)
+    assert {"loop_32", "grouped_512", "dense_512", "touched_32", "f32_grouped_512"} < set(found) and "loop_128" not in found
     assert all(bar.value(found) > 0 for bar in study.BARS)
-    found |= {"loop_32": 6.0, "grouped_32": 1.0, "grouped_512": 3.0, "dense_512": 1.5}
-    assert [bar.judge([found])["met"] for bar in study.BARS[:2]] == [True, False]
+    found |= {"loop_32": 6.0, "grouped_32": 1.0, "f32_grouped_512": 3.0, "f32_dense_512": 1.5, "f32_read": 1.2}
+    assert [bar.judge([found])["met"] for bar in study.BARS[:3]] == [True, False, None]
+    assert study.BARS[2].value(found) == 1.0, "the dense layer's arithmetic takes longer than reading all experts"
+    assert study.BARS[2].value(found | {"f32_read": 3.0}) == 2.0
