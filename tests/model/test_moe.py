@@ -230,6 +230,14 @@ def test_flops_equal_torchs_count_and_only_touched_experts_are_read(moe: MoEConf
     assert layer.work(tokens).weight_bytes == 8 * moe.common_params(HIDDEN)
 
 
+def test_padded_rows_are_counted_as_work_wherever_they_pass() -> None:
+    layer = mixture(MoEConfig(4, 2, 5), dtype=torch.bfloat16)
+    even, uneven = layer.routed_work([7, 7, 7, 0]), layer.routed_work([7, 2, 1, 0])
+    assert even.launches + 6 == uneven.launches, "padding shifts rows"
+    assert dataclasses.replace(uneven, launches=even.launches) == even, "three experts, seven rows each"
+    assert layer.routed_work([7, 0, 2, 0]).total_flops == 2 * 9 * MoEConfig(4, 2, 5).expert_params(HIDDEN), "no neighbours"
+
+
 def test_distinct_experts_follow_the_formula_of_equal_chances() -> None:
     moe = MoEConfig(256, 8, 1)
     assert moe.distinct_experts(1) == pytest.approx(8) and round(moe.distinct_experts(32)) == 163
