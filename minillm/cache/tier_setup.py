@@ -21,6 +21,7 @@ from minillm.cache.tiered import TieredCache, load_always
 from minillm.cache.tiers import AROUND, DiskTier, HostTier, Tier
 from minillm.config import EngineConfig
 from minillm.engine.batch import ForwardBatch, Row
+from minillm.identity import class_name, identity
 from minillm.model.config import ModelConfig
 from minillm.model.transformer import Transformer
 from minillm.paths import cache_dir
@@ -37,7 +38,6 @@ NEUTRAL = frozenset(
     ).split()
 )
 """Options that do not change what the KV of a token is (dtype and block size are in the fingerprint as they came out)."""
-PLAIN = (str, int, float, tuple, type(None))
 PROBE_TOKENS = 128
 PROBES = 3
 
@@ -81,29 +81,16 @@ def kv_fingerprint(
 ) -> bytes:
     """32 bytes that differ where KV would: weights, how they are multiplied, shape, precision, block size, store, and every
     option that is not known to leave KV as it is."""
-    chosen = {f.name: _plain(getattr(options, f.name)) for f in dataclasses.fields(options) if f.name not in NEUTRAL}
-    parts = FORMAT, model.config, model.dtype, block_size, store.bytes_per_token, _class(store), _plain(backend), chosen
+    chosen = {f.name: identity(getattr(options, f.name)) for f in dataclasses.fields(options) if f.name not in NEUTRAL}
+    parts = FORMAT, model.config, model.dtype, block_size, store.bytes_per_token, class_name(store), identity(backend), chosen
     digest = hashlib.sha256(repr(parts).encode())
     # the same weights are not the same product where activations are rounded
-    methods = [(name, _class(module.method)) for name, module in model.named_modules() if isinstance(module, Linear)]
+    methods = [(name, identity(module.method)) for name, module in model.named_modules() if isinstance(module, Linear)]
     digest.update(repr(methods).encode())
     for name, tensor in sorted(model.dense_weights().items()):
         digest.update(name.encode())
         digest.update(tensor.detach().cpu().contiguous().view(torch.uint8).numpy().data)
     return digest.digest()
-
-
-def _plain(value: Any) -> Any:
-    """A value that is the same in another process; of an object, its class and those of its attributes that are such values:
-    two windows of one class of attention see other keys."""
-    if isinstance(value, PLAIN):
-        return value
-    known = {name: v for name, v in getattr(value, "__dict__", {}).items() if isinstance(v, PLAIN) or dataclasses.is_dataclass(v)}
-    return _class(value), sorted((name, _plain(v)) for name, v in known.items())
-
-
-def _class(value: Any) -> str:
-    return f"{type(value).__module__}.{type(value).__qualname__}"
 
 
 def calibrate(cache: TieredCache, forward: Callable[[ForwardBatch], Any], config: ModelConfig, tokens: int, last: int) -> None:

@@ -33,11 +33,12 @@ from minillm.attention.torch_backend import RowGroup, TorchAttention
 from minillm.cache import kv_store
 from minillm.cache.kv_store import KVStore, PlainKVStore
 from minillm.engine.batch import ForwardBatch
+from minillm.identity import identity
 from minillm.model import layers, transformer
 from minillm.model.transformer import Transformer
 from minillm.paths import cache_dir
 from minillm.quant import group_linear, linear
-from minillm.quant.linear import for_rows
+from minillm.quant.linear import Linear, for_rows
 
 log = logging.getLogger("minillm")
 SOURCES: tuple[ModuleType, ...] = (transformer, layers, linear, group_linear, torch_backend, kv_store)
@@ -97,6 +98,7 @@ class CompiledDecode:
         for fewest, model in models.items():
             package = find_or_build(model, store, backend.window, few=fewest < max(models))
             self._steps[fewest] = torch._inductor.aoti_load_package(str(package))
+        for fewest, model in models.items():  # not before all are built: they share layers
             self.dtype, self._shapes[fewest] = model.dtype, model.to("meta")
 
     def accepts(self, batch: ForwardBatch) -> bool:
@@ -191,6 +193,9 @@ def fingerprint(model: Transformer, store: PlainKVStore, window: int | None, few
             (model.config, model.dtype, window, few, len(store.layers), torch.__version__, torch.get_num_threads(), capability)
         ).encode()
     )
+    for layer in model.modules():  # what ours compute, SOURCES and their tensors say; somebody's own has its own arithmetic
+        if isinstance(layer, Linear) and not type(layer.method).__module__.startswith("minillm."):
+            digest.update(repr(identity(layer.method)).encode())
     for name, tensor in model.named_buffers():  # the names and shapes say in which format a layer is
         digest.update(repr((name, tensor.dtype, tuple(tensor.shape))).encode())
         digest.update(tensor.contiguous().view(torch.uint8).numpy().data)

@@ -71,6 +71,11 @@ def for_rows(forms: Mapping[int, Form], rows: int) -> Form:
     return forms[max(fewest for fewest in forms if fewest <= rows)]
 
 
+def _is_form(item: tuple[Any, Any]) -> bool:
+    rows, form = item
+    return type(rows) is int and rows >= 1 and isinstance(form, tuple) and len(form) == 2 and isinstance(form[1], Mapping)
+
+
 class PlainLinear:
     """The weight as it is, multiplied by torch."""
 
@@ -153,7 +158,13 @@ class Linear(nn.Module):
         ask: Any = getattr(self.method, "traced", None)
         if ask is None:
             raise ValueError(f"{type(self.method).__name__} has no product that torch can compile")
-        return {rows: self._holding(*form) for rows, form in ask(self._buffers).items()}
+        forms = ask(self._buffers)
+        if not isinstance(forms, Mapping) or 1 not in forms or not all(map(_is_form, forms.items())):
+            raise ValueError(
+                f"traced of {type(self.method).__name__} must return {{fewest rows: (method, packed)}}, the first for 1 row, got "
+                f"{forms!r:.60}"
+            )
+        return {rows: self._holding(*form) for rows, form in forms.items()}
 
     def _holding(self, method: LinearMethod, packed: Packed) -> "Linear":
         layer = copy.copy(self)
@@ -172,11 +183,14 @@ class Linear(nn.Module):
         return Traffic(self.nbytes()) if asked is None else asked(self._buffers, rows)
 
     def kind(self) -> Hashable:
-        """What its work depends on besides the rows: the method with the numbers that it was given, and the tensors it keeps."""
-        held = getattr(self.method, "__dict__", {}).items()
-        numbers = {name: value for name, value in held if value is None or isinstance(value, (int, float))}
-        kept = ((name, t.dtype, tuple(t.shape)) for name, t in self._buffers.items() if t is not None)
-        return type(self.method), tuple(sorted(numbers.items())), tuple(kept)
+        """What its work depends on besides the rows: the method with what it was given, whatever that is, but for the layer's
+        name; and the tensors it keeps."""
+        kept = tuple((name, t.dtype, tuple(t.shape)) for name, t in self._buffers.items() if t is not None)
+        held = getattr(self.method, "__dict__", {})
+        if any(getattr(kind, "__slots__", ()) for kind in type(self.method).__mro__):  # what is in slots is in no dictionary
+            return type(self.method), id(self.method), kept
+        given = {name: v if isinstance(v, (str, int, float, type(None))) else id(v) for name, v in held.items() if name != "name"}
+        return type(self.method), tuple(sorted(given.items())), kept
 
     def work(self, rows: int) -> Work:
         """The weight is read once however many rows there are: that is what batching buys. No rows, no read."""

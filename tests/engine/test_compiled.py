@@ -17,7 +17,7 @@ from typing import Any, Callable, Iterator, Sequence
 import pytest
 import torch
 
-from minillm import LLM, ModelConfig, SamplingParams, Transformer
+from minillm import LLM, ModelConfig, SamplingParams, Transformer, identity
 from minillm.attention.torch_backend import TorchAttention
 from minillm.cache.kv_store import PlainKVStore
 from minillm.engine import compiled as module
@@ -25,6 +25,8 @@ from minillm.engine.batch import ForwardBatch, Row
 from minillm.engine.compiled import KEPT_PACKAGES, CompiledDecode, CompileUnavailable, find_or_build, fingerprint
 from minillm.quant.config import QuantConfig
 from minillm.quant.group_linear import GroupLinear
+from minillm.quant.linear import PlainLinear
+from minillm.quant.quantise import quantise_model
 
 CONFIG = ModelConfig(
     vocab_size=31, hidden_size=16, intermediate_size=20, num_layers=2, num_heads=6, num_kv_heads=2, head_dim=4, max_position=64,
@@ -358,6 +360,72 @@ def test_the_fingerprint_is_of_everything_that_the_code_depends_on(monkeypatch: 
     assert len(set(marks)) == len(marks)
     forms = quantised(torch.float32, GroupLinear(4, 32, False, dense_from=2)).traced()
     assert mark(forms[1]) == codes[0] and mark(forms[2]) not in marks
+
+
+class Scaled:
+    """A learner's method that torch can trace: the product times a factor."""
+
+    def __init__(self, factor: float):
+        self.factor = factor
+
+    def pack(self, weight: torch.Tensor, bias: torch.Tensor | None) -> dict[str, torch.Tensor | None]:
+        return {"weight": weight, "bias": bias}
+
+    def apply(self, packed: Any, x: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.linear(x, packed["weight"], packed["bias"]) * self.factor
+
+    def unpack(self, packed: Any) -> torch.Tensor:
+        return packed["weight"] * self.factor
+
+    def traced(self, packed: Any) -> Any:
+        return {1: (self, packed)}
+
+
+def test_what_a_linear_method_of_ones_own_computes_is_part_of_the_fingerprint(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same tensors multiplied in another way are another step, also where the class was edited under its name."""
+
+    def mark(method: Any) -> str:
+        model = Transformer.random(CONFIG, dtype=torch.float64, linear_method=method).traced()[1]
+        return fingerprint(model, store_of(model), 9)
+
+    class Other(Scaled):
+        pass
+
+    marks = [mark(Scaled(1.0)), mark(Scaled(2.0)), mark(Other(1.0)), mark(PlainLinear())]
+    assert mark(Scaled(1.0)) == marks[0]
+    getsource = identity.inspect.getsource
+    monkeypatch.setattr(identity.inspect, "getsource", lambda what: getsource(what) + "# edited" * (what is Scaled))
+    assert len({*marks, mark(Scaled(1.0))}) == len(marks) + 1
+
+
+FORMS = [None, {}, (PlainLinear(), {}), {2: (PlainLinear(), {})}, {0: (PlainLinear(), {}), 1: (PlainLinear(), {})}, {1: None},
+         {1: (PlainLinear(), None)}, {1: (PlainLinear(), {}), "many": (PlainLinear(), {})}]  # fmt: skip
+
+
+@pytest.mark.parametrize("forms", FORMS)
+def test_a_method_whose_traced_forms_cannot_be_read_is_refused_by_name(forms: Any, built: list[Path]) -> None:
+    method = Scaled(1.0)
+    method.traced = lambda packed: forms  # type: ignore[method-assign]
+    with pytest.raises(ValueError, match="traced of Scaled must return .fewest rows: .* the first for 1 row, got"):
+        LLM(Transformer.random(CONFIG, linear_method=method), num_blocks=80, block_size=4, compile=True)
+    assert not built
+
+
+@pytest.mark.parametrize("head_bits, copied", [(None, 3), (8, 3), (8, None)])
+def test_steps_that_share_layers_are_all_built_and_counted(
+    built: list[Path], monkeypatch: pytest.MonkeyPatch, head_bits: int | None, copied: int | None
+) -> None:
+    """A head that is not quantised is the same layer in the step of few rows and in that of many."""
+    monkeypatch.setattr(torch._inductor, "aoti_load_package", lambda package: package)
+    chosen = QuantConfig("rtn", 4, 32, head_bits=head_bits, dense_from=copied)  # type: ignore[arg-type]
+    model = quantise_model(quantised(torch.float32, PlainLinear()), chosen)
+    step = CompiledDecode(model.traced(), store_of(model), TorchAttention(9))
+    assert len(built) == len({step.model_for(rows) for rows in range(1, 5)}) == (1 if copied is None else 2)
+    backend = TorchAttention(9)
+    for rows in range(1, 5):
+        batch = ForwardBatch.build([Row([1], 3, [1 + i]) for i in range(rows)], 4)
+        plan = backend.plan(batch, model.dtype)
+        assert step.model_for(rows).work(batch, backend, plan, fused=True) == model.work(batch, backend, plan, fused=True)
 
 
 # --- where it does not work ---

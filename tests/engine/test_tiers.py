@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 
 import pytest
+import torch
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
@@ -16,6 +17,7 @@ from minillm.cache.tiers import AROUND, DiskTier, HostTier
 from minillm.engine.engine import Engine
 from minillm.model.transformer import Transformer
 from minillm.quant.config import QuantConfig
+from minillm.quant.linear import PlainLinear
 from minillm.quant.quantise import quantise_model
 
 from ..cache.dict_prefix import DictPrefixCache
@@ -176,6 +178,25 @@ def test_two_windows_of_one_class_of_attention_give_kv_of_different_names():
         return kv_fingerprint(engine.model, engine.options, engine.store, engine.runner.backend, B)
 
     assert name(4) != name(9) and name(9) == name(9)
+
+
+class Coarse(PlainLinear):
+    """A learner's method that rounds what it multiplies; the weights are as they were."""
+
+    def __init__(self, levels: int):
+        self.levels = levels
+
+    def apply(self, packed, x):
+        return super().apply(packed, (x * self.levels).round() / self.levels)
+
+
+def test_two_roundings_by_one_linear_method_give_kv_of_different_names():
+    def name(levels):
+        model = Transformer.random(tiny_model().config, dtype=torch.float64, linear_method=Coarse(levels))
+        engine = Engine(model, None, EngineConfig(num_blocks=20, block_size=B))
+        return kv_fingerprint(model, engine.options, engine.store, engine.runner.backend, B)
+
+    assert name(4) != name(16) and name(4) == name(4)
 
 
 def test_a_preempted_request_loads_its_own_old_blocks():

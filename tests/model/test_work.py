@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from functools import cache
-from typing import Sequence
+from typing import Callable, Sequence
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -80,3 +81,36 @@ def test_a_model_of_some_layers_counts_those(kept: list[int]) -> None:
     total, layers = counted(some, 2)
     whole, all_layers = counted(model_of((2, 5, 2, 0)), 2)
     assert total.weight_bytes - layers.weight_bytes == whole.weight_bytes - all_layers.weight_bytes
+
+
+class Sparse(PlainLinear):
+    """A learner's method, which reads some of its rows: how many is in no number of its own."""
+
+    def __init__(self, read: list[int]):
+        self.read = read
+
+    def traffic(self, packed: Packed, rows: int) -> Traffic:
+        return Traffic(sum(self.read))
+
+
+class Kept(PlainLinear):
+    """The same, in no dictionary."""
+
+    __slots__ = ("read",)
+
+    def __init__(self, read: int):
+        self.read = read
+
+    def traffic(self, packed: Packed, rows: int) -> Traffic:
+        return Traffic(self.read)
+
+
+@pytest.mark.parametrize("make", [lambda n: Sparse([n, n]), Kept], ids=["a list", "a slot"])
+def test_methods_that_differ_in_more_than_numbers_are_counted_apart(make: Callable[[int], LinearMethod]) -> None:
+    class Odd:
+        def for_layer(self, name: str) -> LinearMethod:
+            return make(int(name.split(".")[2])) if name.startswith("model.layers") else PlainLinear()
+
+    total, layers = counted(Transformer.random(CONFIG, linear_method=Odd()), 2)
+    plain, plain_layers = counted(model_of((0, 0, 0, 0)), 2)
+    assert total.weight_bytes - layers.weight_bytes == plain.weight_bytes - plain_layers.weight_bytes
