@@ -7,6 +7,7 @@ theirs, side by side.
 from __future__ import annotations
 
 import json
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, Iterable, Literal, cast
 
@@ -29,15 +30,17 @@ from minillm.quant.words import pack_words, unpack_words
 PARTS = ("qweight", "qzeros", "scales")
 
 
-def save_awq(model: Transformer, folder: str | Path, name: str | None = None) -> Path:
+def save_awq(model: Transformer, folder: str | Path) -> Path:
     """Write config.json and model.safetensors of a model quantised to 4 bits; returns the folder.
 
     The embedding, norms and an untied head are float16. The tokenizer's files are the caller's to add. ValueError for other bits,
-    for layers without a grid, and for numbers beyond float16.
+    for layers without a grid or with different ones, for shapes that the layout or config.json cannot say, and for numbers beyond
+    float16; nothing is then written.
     """
-    if model.config.moe is not None:
-        raise ValueError(f"{model.config.name} is a mixture of experts, which minillm does not write in the AWQ layout")
-    folder = Path(folder)
+    for structure, what in ((model.config.moe, "is a mixture of experts"), (model.config.mla, "has latent attention")):
+        if structure is not None:
+            raise ValueError(f"{model.config.name} {what}, which minillm does not write in the AWQ layout")
+    folder, hf = Path(folder), _to_hf(model.config)
     tensors = {EMBED: model.embedding, NORM: model.norm.weight}
     if not model.config.tie_embeddings:
         tensors[HEAD] = model.head.dense()[0]
@@ -54,7 +57,14 @@ def save_awq(model: Transformer, folder: str | Path, name: str | None = None) ->
             methods.add((linear.method.group, linear.method.symmetric))
             codes, bias = linear.method.codes(linear._buffers), linear.dense()[1]
             for part, rows in _parts(model.config, key):
+                if len(codes.codes[rows]) % 8:
+                    raise ValueError(
+                        f"{prefix}.{part} has {len(codes.codes[rows])} output channels, and the AWQ layout packs 8 to a word"
+                    )
                 tensors.update(_to_tensors(f"{prefix}.{part}", codes, bias, rows))
+    if len(methods) > 1:
+        grids = " and ".join(f"groups of {g}{', symmetric' * s}" for g, s in sorted(methods))
+        raise ValueError(f"layers of {model.config.name} have {grids}, and the AWQ layout has one grid for all")
     (group, symmetric) = methods.pop()
     head = model.head.method.bits if isinstance(model.head.method, GroupLinear) else None
     stored = {name: _float16(name, t) for name, t in tensors.items()}
@@ -62,7 +72,7 @@ def save_awq(model: Transformer, folder: str | Path, name: str | None = None) ->
     save_file(stored, folder / "model.safetensors", metadata={"format": "pt"})
     quant = {"quant_method": "awq", "bits": 4, "group_size": group, "zero_point": True, "version": "gemm",
              "modules_to_not_convert": None, "symmetric": symmetric, "head_bits": head}  # fmt: skip
-    raw = {**_to_hf(model.config), "torch_dtype": "float16", "quantization_config": quant}
+    raw = {**hf, "torch_dtype": "float16", "quantization_config": quant}
     (folder / "config.json").write_text(json.dumps(raw, indent=2) + "\n", encoding="utf-8")
     return folder
 
@@ -97,6 +107,21 @@ def _float16(name: str, tensor: Tensor) -> Tensor:
 
 
 def _to_hf(c: ModelConfig) -> dict[str, Any]:
+    """What a config.json says of this model. ValueError for what its family's has no words for."""
+    raw = _spelled(c)
+    try:
+        read = ModelConfig.from_hf(raw, c.name)
+    except ValueError as error:
+        raise ValueError(f"config.json of family {c.family!r} cannot say what {c.name} is: {error}") from error
+    written, back = (replace(x, rope=replace(x.rope, original_max_position=x.rope.original_max_position or x.max_position))
+                     for x in (c, read))  # fmt: skip
+    lost = [f"{f.name} {getattr(written, f.name)!r:.60}" for f in fields(c) if getattr(written, f.name) != getattr(back, f.name)]
+    if lost:
+        raise ValueError(f"config.json of family {c.family!r} cannot say what {c.name} has: {', '.join(lost)}")
+    return raw
+
+
+def _spelled(c: ModelConfig) -> dict[str, Any]:
     rope = {"rope_type": c.rope.kind, "rope_theta": c.rope.theta}
     if c.rope.kind != "default":
         keys = ("factor", "low_freq_factor", "high_freq_factor", "attention_factor", "beta_fast", "beta_slow", "mscale",
@@ -110,10 +135,9 @@ def _to_hf(c: ModelConfig) -> dict[str, Any]:
         "num_key_value_heads": c.num_kv_heads, "head_dim": c.head_dim, "max_position_embeddings": c.max_position,
         "rms_norm_eps": c.norm_eps, "rope_theta": c.rope.theta, "rope_parameters": rope, "tie_word_embeddings": c.tie_embeddings,
         "attention_bias": c.qkv_bias and c.family != "qwen2", "mlp_bias": c.mlp_bias, "hidden_act": "silu",
-        "eos_token_id": list(c.eos_token_ids), "bos_token_id": c.bos_token_id,
+        "eos_token_id": list(c.eos_token_ids), "bos_token_id": c.bos_token_id, "sliding_window": c.sliding_window,
+        "use_sliding_window": c.sliding_window is not None,
     }  # fmt: skip
-    if c.sliding_window is not None:
-        raw["sliding_window"] = c.sliding_window
     return raw
 
 

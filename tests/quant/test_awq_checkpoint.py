@@ -1,8 +1,10 @@
+# ruff: noqa: E501
 """The AutoAWQ layout, read back by a reader that knows only the description of the format, not our code."""
 
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -14,11 +16,14 @@ from safetensors.torch import load_file as load_tensors
 from safetensors.torch import save_file
 
 from minillm import LLM, SamplingParams, Transformer
+from minillm.model.config import RopeConfig
 from minillm.quant.awq_checkpoint import load_awq, save_awq
 from minillm.quant.config import QuantConfig
+from minillm.quant.group_linear import GroupLinear
 from minillm.quant.quantise import quantise_model
 from minillm.quant.words import pack_words, unpack_words
 
+from ..strategies import EXPERTS, tiny_config
 from .conftest import small_config
 
 
@@ -109,6 +114,61 @@ def test_what_the_layout_does_not_have_is_refused(small, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(raw))
     with pytest.raises(ValueError, match="AWQ layout 'marlin'; minillm reads 'gemm'"):
         load_awq(tmp_path)
+
+
+RIGHT = [
+    {"family": "mistral"}, {"family": "mistral", "sliding_window": 9}, {"family": "qwen2", "qkv_bias": True},
+    {"qkv_bias": True, "attention_out_bias": True, "mlp_bias": True}, {"family": "qwen3", "qk_norm": True, "norm_eps": 1e-5},
+    {"rope": RopeConfig(5e5, "llama3", 8.0, 32)}, {"rope": RopeConfig(1e4, "linear", 2.0)}, {"rope": RopeConfig(1e4, "yarn", 4.0, 16)},
+    {"eos_token_ids": (3, 9), "bos_token_id": 0}, {"tie_embeddings": True}, {"vocab_size": 61},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("changes", RIGHT, ids=repr)
+def test_a_folder_says_what_the_model_was(tmp_path, changes):
+    """A window above all: a Mistral without one would get that of its family, 4,096."""
+    model = quantise_model(Transformer.random(small_config(**changes), seed=4), QuantConfig("rtn", 4, 16))
+    back, was = load_awq(save_awq(model, tmp_path / "small")).config, model.config
+    assert replace(back, rope=was.rope) == was
+    assert replace(back.rope, original_max_position=None) == replace(was.rope, original_max_position=None)
+    assert was.rope.original_max_position in (None, back.rope.original_max_position)
+
+
+@pytest.mark.parametrize(
+    "changes, lost",
+    [({"sliding_window": 9}, "sliding_window 9"), ({"family": "qwen3", "qk_norm": True, "sliding_window": 9}, "sliding_window 9"),
+     ({"family": "qwen2", "qkv_bias": True, "sliding_window": 9}, "sliding_window 9"), ({"qk_norm": True}, "qk_norm True"),
+     ({"qkv_bias": True}, "attention_out_bias False"), ({"family": "qwen2"}, "qkv_bias False"), ({"family": "mistral", "mlp_bias": True}, "mlp_bias True")],
+    ids=repr,
+)  # fmt: skip
+def test_what_a_folder_could_not_say_is_refused_before_anything_is_written(tmp_path, changes, lost):
+    model = quantise_model(Transformer.random(small_config(**changes), seed=4), QuantConfig("rtn", 4, 16))
+    with pytest.raises(ValueError, match=f"family '.*' cannot say what small has: .*{lost}"):
+        save_awq(model, tmp_path / "small")
+    assert not (tmp_path / "small").exists()
+
+
+class TwoGrids:
+    def for_layer(self, name):
+        return GroupLinear(4, 32 if "mlp" in name else 16, "qkv" in name)
+
+
+@pytest.mark.parametrize(
+    "make, why",
+    [(lambda: Transformer.random(small_config(), linear_method=TwoGrids()), "groups of 16 and groups of 16, symmetric and groups of 32, and the"),
+     (lambda: Transformer.random(small_config(head_dim=4), linear_method=GroupLinear(4, 8, False)), None),
+     (lambda: Transformer.random(small_config(head_dim=2), linear_method=GroupLinear(4, 4, False)), "self_attn.q_proj has 12 output channels"),
+     (lambda: Transformer.random(tiny_config(-1), linear_method=GroupLinear(4, 1, False)), "has latent attention"),
+     (lambda: Transformer.random(tiny_config(EXPERTS), linear_method=GroupLinear(4, 1, False)), "is a mixture of experts")],
+    ids=["two grids", "eight channels", "four channels", "latent", "experts"],
+)  # fmt: skip
+def test_what_the_layout_cannot_hold_is_refused_before_anything_is_written(tmp_path, make, why):
+    if why is None:
+        load_awq(save_awq(make(), tmp_path / "small"))
+        return
+    with pytest.raises(ValueError, match=why):
+        save_awq(make(), tmp_path / "small")
+    assert not (tmp_path / "small").exists()
 
 
 @pytest.fixture(scope="module")
