@@ -67,8 +67,9 @@ class GroupLinear:
             if self.kernel == "triton":
                 raise ValueError(f"kernel='triton' of {self.name}: {reason}")
         out_features, in_features = codes.codes.shape
-        # the kernels read beyond rows that are no multiple of their vectors
-        if device.type == "cpu" and dtype in KERNEL_DTYPES and out_features % 16 == 0 and in_features % 32 == 0:
+        # the kernels read beyond rows that are no multiple of their vectors, and keep scales in the model's dtype
+        fits = out_features % 16 == 0 and in_features % 32 == 0
+        if device.type == "cpu" and dtype in KERNEL_DTYPES and fits and _keeps_scales(codes, dtype):
             if codes.bits == 4 and codes.group % 32 == 0:
                 return _to_int4(codes, dtype)
             if codes.bits == 8 and codes.scales.shape[1] == 1 and bool((codes.zeros == 128).all()):
@@ -136,7 +137,7 @@ class GroupLinear:
         if 1 not in forms:
             raise ValueError(
                 f"{self.name} is {self.about(packed)}; torch's compiler multiplies by 4 bits in groups that are multiples of 32 "
-                "and by 8 bits on a symmetric grid per channel, on a CPU, in 16- or 32-bit arithmetic"
+                "and by 8 bits on a symmetric grid per channel, on a CPU, in 16 or 32 bits that have room for the scales"
             )
         return forms
 
@@ -175,6 +176,12 @@ class GroupLinear:
         assert like is not None
         dense = len(scales) * like.shape[1] * like.dtype.itemsize if "codes" in packed and scales is not None else 0
         return Traffic(sum(kept.values()), scratch_bytes=2 * dense)
+
+
+def _keeps_scales(codes: Codes, dtype: torch.dtype) -> bool:
+    """Whether rounding the scales to dtype moves no weight by more than half a step more: float16 has few bits for small ones."""
+    lost = (codes.scales.to(dtype).float() - codes.scales).abs()
+    return bool((lost * 2**codes.bits <= codes.scales.abs() / 2).all())
 
 
 def _to_int4(codes: Codes, dtype: torch.dtype) -> dict[str, Tensor | None]:

@@ -61,6 +61,20 @@ def test_kernels_serve_the_shapes_they_can_and_only_those():
         assert format_of(bits, group, symmetric, shape, dtype) == "codes"
 
 
+@pytest.mark.parametrize("bits, group, symmetric", [(4, 32, False), (4, -1, True), (8, -1, True)])
+@pytest.mark.parametrize("size", [1e-3, 1e-4, 1e-5, 1e-6, 3e-7])
+def test_a_small_weight_in_float16_is_no_further_than_half_a_step_and_its_own_rounding(bits, group, symmetric, size):
+    """A scale of a few millionths has few bits in float16, and the largest codes multiply what that loses."""
+    weight = (weights((48, 192), torch.float32)[0] * size).half()
+    method = GroupLinear(bits, group, symmetric, None)
+    layer, exact = Linear(weight, None, method), quantise(weight, bits, group, symmetric)
+    assert torch.equal(method.codes(layer._buffers).zeros, exact.zeros)
+    step = exact.scales.repeat_interleave(192 // exact.scales.shape[1], 1)
+    for held in (layer.dense()[0], layer(torch.eye(192, dtype=torch.float16)).T):
+        # half a step, half a step more of the scale's rounding, and float16's own
+        assert ((held.float() - weight.float()).abs() <= step + 2**-10 * weight.float().abs() + 2.0**-24).all()
+
+
 def test_a_tile_smaller_than_the_weight_changes_nothing(monkeypatch):
     weight, bias, x = weights((20, 192), torch.float64)
     layer = Linear(weight, bias, GroupLinear(3, 32, False))
