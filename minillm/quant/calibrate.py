@@ -101,7 +101,14 @@ def layer_by_layer(
 
     def before(name: str) -> Callable[[nn.Module, tuple[Any, ...]], None]:
         def hook(layer: nn.Module, step: tuple[Any, ...]) -> None:
-            change(name, layer, _watch(layer, step))  # type: ignore[arg-type]
+            seen = _watch(layer, step)
+            for linear, inputs in seen.items():
+                if not torch.isfinite(inputs.gram).all():
+                    raise ValueError(
+                        f"{name}.{linear} is fed numbers that are not finite, or too large to be squared, on the calibration "
+                        "text: nothing can be fitted to them"
+                    )
+            change(name, layer, seen)  # type: ignore[arg-type]
 
         return hook
 

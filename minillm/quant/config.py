@@ -46,33 +46,33 @@ class QuantConfig:
     kernel: Literal["auto", "torch", "triton"] = "auto"
 
     def __post_init__(self) -> None:
-        if self.method not in METHODS:
+        if not _is_word(self.method, *METHODS):
             raise ValueError(f"method must be one of {', '.join(map(repr, METHODS))}, got {self.method!r:.60}")
         whole = self.method in ("w8a8", "fp8")
         for name, grid in (("bits", 8 if whole else 4), ("group", PER_CHANNEL if whole else 64), ("symmetric", whole)):
             if getattr(self, name) is BY_METHOD:
                 object.__setattr__(self, name, grid)
-            elif whole and getattr(self, name) != grid:
+            elif whole and (type(getattr(self, name)) is not type(grid) or getattr(self, name) != grid):
                 raise ValueError(f"{name} of {self.method!r} is always {grid}, got {getattr(self, name)!r:.60}")
         for name, bits in (("bits", self.bits), ("head_bits", self.head_bits)):
             if name == "head_bits" and bits is None:
                 continue
-            if isinstance(bits, bool) or bits not in BITS:
+            if not _is_count(bits) or bits not in BITS:
                 raise ValueError(f"{name} must be one of {', '.join(map(str, BITS))}, got {bits!r:.60}")
-        if not _is_count(self.group) and self.group != PER_CHANNEL:
+        if not _is_count(self.group) and not (type(self.group) is int and self.group == PER_CHANNEL):
             raise ValueError(f"group must be a whole number of at least 1, or -1 for one per channel, got {self.group!r:.60}")
         if not isinstance(self.symmetric, bool):
             raise ValueError(f"symmetric must be True or False, got {self.symmetric!r:.60}")
-        if self.dense_from is not None and self.dense_from != "auto" and not _is_count(self.dense_from):
+        if self.dense_from is not None and not _is_word(self.dense_from, "auto") and not _is_count(self.dense_from):
             raise ValueError(f"dense_from must be a whole number of at least 1, None or 'auto', got {self.dense_from!r:.60}")
-        if self.kernel not in KERNELS:
+        if not _is_word(self.kernel, *KERNELS):
             raise ValueError(f"kernel must be one of {', '.join(map(repr, KERNELS))}, got {self.kernel!r:.60}")
         if self.kernel == "triton" and self.bits != 4:
             raise ValueError(f"kernel='triton' multiplies by 4 bits, got bits={self.bits}")
         if self.calibration is not None and not _are_texts(self.calibration):
             raise ValueError(f"calibration must be a list of at least one text or list of ids, got {self.calibration!r:.60}")
         strength = self.migration
-        if strength is not None and strength != "search" and not _is_share(strength):
+        if strength is not None and not _is_word(strength, "search") and not _is_share(strength):
             raise ValueError(f"migration must be 0 to 1, None or 'search', got {strength!r:.60}")
 
     @property
@@ -97,6 +97,10 @@ def _are_texts(value: Any) -> bool:
     if isinstance(value, (str, bytes, Mapping)) or not isinstance(value, Collection) or not len(value):
         return False
     return all(isinstance(text, str) or (isinstance(text, Iterable) and not isinstance(text, bytes)) for text in value)
+
+
+def _is_word(value: Any, *words: str) -> bool:
+    return isinstance(value, str) and value in words
 
 
 def _is_count(value: Any) -> bool:

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from minillm.quant.grid import SMALLEST_SCALE
+from minillm.quant.grid import SMALLEST_SCALE, check_finite
 from minillm.quant.linear import Packed, Traffic
 from minillm.quant.w8a8 import peaks, token_scales
 
@@ -44,8 +44,7 @@ class FP8Linear:
         self.emulate, self.name = emulate, name
 
     def pack(self, weight: Tensor, bias: Tensor | None) -> dict[str, Tensor | None]:
-        if not torch.isfinite(weight).all():
-            raise ValueError(f"{self.name} holds a number that is not finite and cannot be quantised")
+        check_finite(weight, self.name)
         scales = (peaks(weight) / LARGEST).clamp(min=SMALLEST_SCALE).float()
         e4m3 = (weight.float() / scales).clamp(-LARGEST, LARGEST).to(E4M3)
         return {"e4m3": e4m3, "scales": scales.flatten(), "like": weight.new_empty(0, weight.shape[1]), "bias": bias}

@@ -42,6 +42,13 @@ def group_size(in_features: int, group: int, name: str = "the weight") -> int:
     return size
 
 
+def check_finite(weight: Tensor, name: str = "the weight") -> None:
+    """ValueError for a number that is not finite, or that no scale, which has 32 bits, can reach."""
+    if not torch.isfinite(weight.float()).all():
+        what = "beyond float32" if torch.isfinite(weight).all() else "that is not finite"
+        raise ValueError(f"{name} holds a number {what} and cannot be quantised")
+
+
 def choose_grid(weight: Tensor, bits: int, symmetric: bool) -> tuple[Tensor, Tensor]:
     """Scale float32 and zero uint8 [..., 1] for each group weight [..., group].
 
@@ -75,8 +82,7 @@ def quantise(weight: Tensor, bits: int, group: int, symmetric: bool, name: str =
     grouped = (
         weight.double().unflatten(1, (-1, size)) if weight.dtype == torch.float64 else weight.float().unflatten(1, (-1, size))
     )
-    if not torch.isfinite(grouped).all():
-        raise ValueError(f"{name} holds a number that is not finite and cannot be quantised")
+    check_finite(grouped, name)
     scale, zero = choose_grid(grouped, bits, symmetric)
     codes = to_codes(grouped, scale, zero, bits)
     return Codes(codes.flatten(1), scale.squeeze(-1), zero.squeeze(-1), bits)

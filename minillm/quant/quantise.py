@@ -18,7 +18,7 @@ from minillm.quant.config import QuantConfig
 from minillm.quant.fold import fold_scales, multiply_inputs, shared_by_heads
 from minillm.quant.fp8 import FP8Linear
 from minillm.quant.gptq import gptq
-from minillm.quant.grid import Codes, group_size, quantise
+from minillm.quant.grid import Codes, check_finite, group_size, quantise
 from minillm.quant.group_linear import GroupLinear
 from minillm.quant.linear import Linear, LinearMethod, PlainLinear, default_method
 from minillm.quant.smooth import smooth_layer
@@ -124,6 +124,7 @@ def fit(model: Transformer, config: QuantConfig, tokenizer: TokenizerLike | None
     linears = {f"{prefix}.{name}": linear for prefix, layer in layers for name, linear in _linears(layer).items()}
     for full, linear in linears.items():  # before anything is run
         group_size(linear.in_features, config.group, full)
+        check_finite(linear.weight, full)
     fitted = Fitted({})
     if fits_nothing and config.method != "fp8":
         for full, linear in linears.items():

@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
+import torch
 
 from minillm import EngineConfig
 from minillm.quant.config import QuantConfig
@@ -25,6 +27,12 @@ from minillm.quant.linear import PlainLinear
         ({"migration": 1.1}, "migration must be 0 to 1, None or 'search', got 1.1"), ({"migration": True}, "got True"), ({"migration": "most"}, "most"),
         ({"kernel": "cuda"}, "kernel must be one of 'auto', 'torch', 'triton', got 'cuda'"), ({"kernel": None}, "got None"),
         ({"kernel": "triton", "bits": 8}, "kernel='triton' multiplies by 4 bits, got bits=8"),
+        ({"bits": 4.0}, "bits must be one of 2, 3, 4, 8, got 4.0"), ({"head_bits": 8.0}, "head_bits must be one of 2, 3, 4, 8, got 8.0"),
+        ({"bits": torch.tensor(4)}, "got tensor.4."), ({"bits": np.array([4, 8])}, "bits must be .*array"), ({"group": -1.0}, "got -1.0"),
+        ({"group": np.array([1, 2])}, "group must be .*array"), ({"dense_from": np.array(["auto"])}, "dense_from must be .*array"),
+        ({"kernel": np.array(["auto", "torch"])}, "kernel must be .*array"), ({"method": np.array(["rtn", "awq"])}, "method must be .*array"),
+        ({"migration": np.array([0.1, 0.2])}, "migration must be .*array"), ({"method": "w8a8", "bits": 8.0}, "bits of 'w8a8' is always 8, got 8.0"),
+        ({"method": "fp8", "group": np.array([-1, 2])}, "group of 'fp8' is always -1, got array"), ({"group": torch.tensor(-1)}, "got tensor"),
         ({"migration": float("nan")}, "got nan"), ({"calibration": "text"}, "calibration must be a list"), ({"calibration": []}, "calibration must be a list"),
     ],
 )  # fmt: skip

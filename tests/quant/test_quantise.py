@@ -121,6 +121,40 @@ def test_a_group_that_does_not_divide_is_refused_before_anything_runs(small, row
         LLM(small, quantization=QuantConfig("gptq", group=48, calibration=rows))
 
 
+def spoilt(name: str, value: float, dtype: torch.dtype = torch.float32) -> Transformer:
+    """A model with one number of one tensor replaced."""
+    model = Transformer.random(small_config(tie_embeddings=False), seed=5, dtype=dtype)
+    weights = {key: t.clone() for key, t in model.dense_weights().items()}
+    weights[name].view(-1)[5] = value
+    return Transformer(model.config, weights, PlainLinear()).eval()
+
+
+def chosen(method: str, rows: list[list[int]]) -> QuantConfig:
+    own = {"calibration": rows} if method in ("awq", "gptq", "w8a8") else {}
+    return QuantConfig(method, **own, **({"group": 16} if method in ("rtn", "awq", "gptq") else {}))
+
+
+@pytest.mark.parametrize("method", ["rtn", "awq", "gptq", "w8a8", "fp8"])
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), 1e300])
+@pytest.mark.parametrize("name", ["model.layers.1.mlp.down_proj", "lm_head"])
+def test_a_weight_that_is_no_number_is_named_whatever_the_method(rows, method, value, name):
+    model = spoilt(f"{name}.weight", value, torch.float64)
+    what = "beyond float32" if value == 1e300 else "that is not finite"
+    with pytest.raises(ValueError, match=f"{name} holds a number {what} and cannot be quantised"):
+        quantise_model(model, chosen(method, rows))
+
+
+@pytest.mark.parametrize("method", ["awq", "gptq", "w8a8"])
+@pytest.mark.parametrize(
+    "tensor, value, fed",
+    [("input_layernorm", float("nan"), "self_attn.qkv_proj"), ("post_attention_layernorm", 1e30, "mlp.gate_up_proj"),
+     ("self_attn.qkv_proj", 3e38, "self_attn.o_proj")],
+)  # fmt: skip
+def test_a_layer_that_is_fed_no_numbers_is_named_and_nothing_fitted_to_them(rows, method, tensor, value, fed):
+    with pytest.raises(ValueError, match=f"model.layers.1.{fed} is fed numbers that are not finite, or too large"):
+        quantise_model(spoilt(f"model.layers.1.{tensor}.weight", value), chosen(method, rows))
+
+
 def test_calibration_needs_something_to_read(small):
     with pytest.raises(ValueError, match="calibration on text needs a tokenizer"):
         LLM(small, quantization=QuantConfig("awq", group=16))
