@@ -54,21 +54,9 @@ class QuantConfig:
                 object.__setattr__(self, name, grid)
             elif whole and (type(getattr(self, name)) is not type(grid) or getattr(self, name) != grid):
                 raise ValueError(f"{name} of {self.method!r} is always {grid}, got {getattr(self, name)!r:.60}")
-        for name, bits in (("bits", self.bits), ("head_bits", self.head_bits)):
-            if name == "head_bits" and bits is None:
-                continue
-            if not _is_count(bits) or bits not in BITS:
-                raise ValueError(f"{name} must be one of {', '.join(map(str, BITS))}, got {bits!r:.60}")
-        if not _is_count(self.group) and not (type(self.group) is int and self.group == PER_CHANNEL):
-            raise ValueError(f"group must be a whole number of at least 1, or -1 for one per channel, got {self.group!r:.60}")
-        if not isinstance(self.symmetric, bool):
-            raise ValueError(f"symmetric must be True or False, got {self.symmetric!r:.60}")
-        if self.dense_from is not None and not _is_word(self.dense_from, "auto") and not _is_count(self.dense_from):
-            raise ValueError(f"dense_from must be a whole number of at least 1, None or 'auto', got {self.dense_from!r:.60}")
-        if not _is_word(self.kernel, *KERNELS):
-            raise ValueError(f"kernel must be one of {', '.join(map(repr, KERNELS))}, got {self.kernel!r:.60}")
-        if self.kernel == "triton" and self.bits != 4:
-            raise ValueError(f"kernel='triton' multiplies by 4 bits, got bits={self.bits}")
+        if self.head_bits is not None:
+            _check_bits("head_bits", self.head_bits)
+        check_layer(self.bits, self.group, self.symmetric, self.dense_from, self.kernel)
         if self.calibration is not None and not _are_texts(self.calibration):
             raise ValueError(f"calibration must be a list of at least one text or list of ids, got {self.calibration!r:.60}")
         strength = self.migration
@@ -90,6 +78,26 @@ class QuantConfig:
     @property
     def _head(self) -> str:
         return "head as it was" if self.head_bits is None else f"head in {self.head_bits} bits"
+
+
+def check_layer(bits: Any, group: Any, symmetric: Any, dense_from: Any, kernel: Any) -> None:
+    """ValueError for what no layer of groups can be made of."""
+    _check_bits("bits", bits)
+    if not _is_count(group) and not (type(group) is int and group == PER_CHANNEL):
+        raise ValueError(f"group must be a whole number of at least 1, or -1 for one per channel, got {group!r:.60}")
+    if not isinstance(symmetric, bool):
+        raise ValueError(f"symmetric must be True or False, got {symmetric!r:.60}")
+    if dense_from is not None and not _is_word(dense_from, "auto") and not _is_count(dense_from):
+        raise ValueError(f"dense_from must be a whole number of at least 1, None or 'auto', got {dense_from!r:.60}")
+    if not _is_word(kernel, *KERNELS):
+        raise ValueError(f"kernel must be one of {', '.join(map(repr, KERNELS))}, got {kernel!r:.60}")
+    if kernel == "triton" and bits != 4:
+        raise ValueError(f"kernel='triton' multiplies by 4 bits, got bits={bits}")
+
+
+def _check_bits(name: str, bits: Any) -> None:
+    if not _is_count(bits) or bits not in BITS:
+        raise ValueError(f"{name} must be one of {', '.join(map(str, BITS))}, got {bits!r:.60}")
 
 
 def _are_texts(value: Any) -> bool:

@@ -29,6 +29,14 @@ class Codes:
     def group(self) -> int:
         return self.codes.shape[1] // self.scales.shape[1]
 
+    def check(self, weight: Tensor, bits: int, group: int, name: str = "the weight") -> None:
+        """ValueError where these are not the codes of such a weight [out, in] on such a grid."""
+        expected = tuple(weight.shape), bits, group_size(weight.shape[1], group, name)
+        if (tuple(self.codes.shape), self.bits, self.group) != expected:
+            want, got = (f"{list(shape)} in {b} bits and groups of {g}" for shape, b, g in
+                         (expected, (self.codes.shape, self.bits, self.group)))  # fmt: skip
+            raise ValueError(f"the codes of {name} must be {want}, got {got}")
+
     def dequantise(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """[out, in]: exact in float32, then rounded to dtype."""
         return dequantise(self.codes, self.scales, self.zeros).to(dtype)
@@ -37,7 +45,7 @@ class Codes:
 def group_size(in_features: int, group: int, name: str = "the weight") -> int:
     """Weights per group; ValueError where the row is no multiple of it."""
     size = in_features if group == -1 else group
-    if in_features % size:
+    if size < 1 or in_features % size:
         raise ValueError(f"in_features {in_features} of {name} is not a multiple of group {group}")
     return size
 

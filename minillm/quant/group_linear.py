@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from minillm.quant import words
+from minillm.quant.config import check_layer
 from minillm.quant.grid import Codes, dequantise, pack_bits, quantise, unpack_bits
 from minillm.quant.linear import Forms, LinearMethod, Packed, PlainLinear, PrepackedLinear, Traffic, default_method
 
@@ -40,6 +41,7 @@ class GroupLinear:
         self, bits: int, group: int, symmetric: bool, dense_from: int | None | Literal["auto"] = "auto", *,
         kernel: Literal["auto", "torch", "triton"] = "auto", codes: Codes | None = None, name: str = "the weight",
     ):  # fmt: skip
+        check_layer(bits, group, symmetric, dense_from, kernel)
         self.bits, self.group, self.symmetric, self.name = bits, group, symmetric, name
         self.kernel, self._dense_from, self._codes = kernel, dense_from, codes
 
@@ -50,7 +52,10 @@ class GroupLinear:
 
     def pack(self, weight: Tensor, bias: Tensor | None) -> dict[str, Tensor | None]:
         codes, self._codes = self._codes, None  # handed over: two copies would stay in memory
-        codes = codes or quantise(weight, self.bits, self.group, self.symmetric, self.name)
+        if codes is None:
+            codes = quantise(weight, self.bits, self.group, self.symmetric, self.name)
+        else:
+            codes.check(weight, self.bits, self.group, self.name)
         packed = self._store(codes, weight.dtype, weight.device)
         auto = weight.device.type == "cpu" and weight.dtype == torch.bfloat16 and "codes" not in packed
         if auto if self._dense_from == "auto" else self._dense_from is not None:

@@ -10,9 +10,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from minillm.checking import check_parts
 from minillm.perf.work import Work
 
 Packed = Mapping[str, Tensor | None]
+PARTS = "pack", "apply", "unpack"
 Form = TypeVar("Form")
 Forms = Mapping[int, tuple["LinearMethod", Packed]]
 """What a compiled step multiplies by: {fewest rows: a method and what it kept}."""
@@ -63,7 +65,11 @@ AnyMethod = Union[LinearMethod, LayerMethods]
 def method_for(method: AnyMethod, name: str) -> LinearMethod:
     """The method of one layer."""
     chooser: Any = getattr(method, "for_layer", None)
-    return method if chooser is None else chooser(name)  # type: ignore[return-value]
+    if chooser is None:
+        return method  # type: ignore[return-value]
+    chosen: LinearMethod = chooser(name)
+    check_parts(f"for_layer({name!r}) of {type(method).__name__}", chosen, PARTS, "a LinearMethod")
+    return chosen
 
 
 def for_rows(forms: Mapping[int, Form], rows: int) -> Form:
@@ -135,6 +141,7 @@ class Linear(nn.Module):
         self.dtype = weight.dtype
         self.method = method
         self.replace(weight, bias)
+        self.traffic(1)  # what it says wrongly is said at load, not within a step
 
     def replace(self, weight: Tensor, bias: Tensor | None) -> None:
         """Hold other values of the same shape; the tensors that were held are not written to."""
@@ -142,6 +149,9 @@ class Linear(nn.Module):
         self._keep(self.method.pack(weight, bias))
 
     def _keep(self, packed: Packed) -> None:
+        if not isinstance(packed, Mapping) or not all(t is None or isinstance(t, Tensor) for t in packed.values()):
+            what = f"pack of {type(self.method).__name__} must return the tensors to keep by name, or None for one there is not"
+            raise ValueError(f"{what}, got {packed!r:.60}")
         for name, tensor in packed.items():
             self.register_buffer(name, tensor, persistent=False)
 
@@ -180,7 +190,12 @@ class Linear(nn.Module):
     def traffic(self, rows: int) -> Traffic:
         """What the method says that a product of so many rows moves; all that pack kept where it says nothing."""
         asked: Any = getattr(self.method, "traffic", None)
-        return Traffic(self.nbytes()) if asked is None else asked(self._buffers, rows)
+        if asked is None:
+            return Traffic(self.nbytes())
+        said = asked(self._buffers, rows)
+        if not isinstance(said, Traffic):
+            raise ValueError(f"traffic of {type(self.method).__name__} must return a Traffic, got {said!r:.60}")
+        return said
 
     def kind(self) -> Hashable:
         """What its work depends on besides the rows: the method with what it was given, whatever that is, but for the layer's

@@ -76,7 +76,12 @@ class W8A8Linear:
         if not 1 <= width <= LONGEST:
             raise ValueError(f"in_features {width} of {self.name} must be 1 to {LONGEST}: longer sums could pass 32 bits")
         codes, self._codes = self._codes, None
-        codes = codes or quantise(weight, 8, -1, True, self.name)
+        if codes is None:
+            codes = quantise(weight, 8, -1, True, self.name)
+        else:
+            codes.check(weight, 8, -1, self.name)
+            if not (codes.zeros == 128).all():
+                raise ValueError(f"the codes of {self.name} must be on a symmetric grid, with every zero at 128")
         self.gemm = choose(self._asked, weight.device, weight.dtype)
         signed = (codes.codes.to(torch.int16) - 128).clamp_(min=-REACH).to(torch.int8).to(weight.device)
         scales = codes.scales.flatten().to(weight.device)

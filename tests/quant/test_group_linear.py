@@ -75,6 +75,30 @@ def test_a_small_weight_in_float16_is_no_further_than_half_a_step_and_its_own_ro
         assert ((held.float() - weight.float()).abs() <= step + 2**-10 * weight.float().abs() + 2.0**-24).all()
 
 
+@pytest.mark.parametrize(
+    "wrong, named",
+    [({"bits": n}, "bits must be one of 2, 3, 4, 8, got") for n in (0, 1, 5, 9, -1, 4.0, "4", True)]
+    + [({"group": n}, "group must be a whole number of at least 1, or -1 .*, got") for n in (0, -2, 32.0, None, True)]
+    + [({"symmetric": n}, "symmetric must be True or False, got") for n in (None, 1, "no")]
+    + [({"dense_from": n}, "dense_from must be a whole number of at least 1, None or 'auto', got") for n in (0, True, "x", 1.5)]
+    + [({"kernel": n}, "kernel must be one of 'auto', 'torch', 'triton', got") for n in ("cuda", None)]
+    + [({"kernel": "triton", "bits": 8}, "kernel='triton' multiplies by 4 bits, got bits=8")],
+)  # fmt: skip
+def test_a_layer_that_nobody_can_build_is_refused_as_a_config_would_be(wrong, named):
+    with pytest.raises(ValueError, match=named):
+        GroupLinear(**{"bits": 4, "group": 32, "symmetric": False, **wrong})
+
+
+@pytest.mark.parametrize(
+    "bits, group, other",
+    [(4, 32, (48, 96)), (4, 32, (40, 192)), (3, 32, (48, 192)), (4, 64, (48, 192)), (4, -1, (48, 192))],
+)
+def test_codes_of_another_weight_or_grid_are_refused(bits, group, other):
+    codes = quantise(weights(other, torch.float32)[0], 4, 32, False)
+    with pytest.raises(ValueError, match=r"the codes of o_proj must be \[48, 192\] in . bits and groups of .*, got "):
+        Linear(weights((48, 192), torch.float32)[0], None, GroupLinear(bits, group, False, codes=codes, name="o_proj"))
+
+
 def test_a_tile_smaller_than_the_weight_changes_nothing(monkeypatch):
     weight, bias, x = weights((20, 192), torch.float64)
     layer = Linear(weight, bias, GroupLinear(3, 32, False))

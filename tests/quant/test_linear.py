@@ -9,8 +9,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from minillm import LLM
 from minillm.quant import linear as module
-from minillm.quant.linear import Linear, LinearMethod, PlainLinear, PrepackedLinear, default_method, prepack_available
+from minillm.quant.linear import Linear, LinearMethod, PlainLinear, PrepackedLinear, Traffic, default_method, prepack_available
+
+from ..strategies import tiny_model
 
 needs_prepacking = pytest.mark.skipif(not prepack_available(), reason="this CPU or torch build has no oneDNN linear in bfloat16")
 METHODS = [PlainLinear(), pytest.param(PrepackedLinear(), marks=needs_prepacking)]
@@ -139,3 +142,38 @@ def test_a_learners_own_method_may_keep_whatever_it_wants() -> None:
     torch.testing.assert_close(layer(x), F.linear(x, weight, bias))
     dense, kept = layer.dense()
     assert torch.equal(dense, weight) and torch.equal(kept, bias) and layer.nbytes() == (12 * 40 + 12) * 8
+
+
+class Says(PlainLinear):
+    """A learner's method, some parts of which give what they should not."""
+
+    def __init__(self, **answers: Any):
+        self.answers = answers
+
+    def pack(self, weight: Tensor, bias: Tensor | None) -> Any:
+        return self.answers.get("pack", {"weight": weight, "bias": bias})
+
+    def traffic(self, packed: Any, rows: int) -> Any:
+        return self.answers.get("traffic", Traffic(rows))
+
+
+class ForLayer:
+    def __init__(self, chosen: Any):
+        self.chosen = chosen
+
+    def for_layer(self, name: str) -> Any:
+        return self.chosen if "o_proj" in name else PlainLinear()
+
+
+@pytest.mark.parametrize(
+    "method, why",
+    [(Says(pack=None), "pack of Says must return the tensors to keep by name.*, got None"),
+     (Says(pack={"w": [1]}), "got .'w': .1.."),
+     (Says(pack=[torch.ones(2)]), "pack of Says"), (Says(traffic=5), "traffic of Says must return a Traffic, got 5"),
+     (ForLayer(None), r"for_layer\('model.layers.0.self_attn.o_proj'\) of ForLayer must be .*, got None, which lacks pack"),
+     (ForLayer("rtn"), "must be a LinearMethod, got 'rtn'")],
+    ids=["no pack", "a list in a pack", "a list", "a number for traffic", "no method", "a name"],
+)  # fmt: skip
+def test_a_method_that_gives_what_nobody_can_use_is_named_before_an_engine_runs(method: Any, why: str) -> None:
+    with pytest.raises(ValueError, match=why):
+        LLM(tiny_model(), quantization=method, num_blocks=8, block_size=4)

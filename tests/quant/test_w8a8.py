@@ -311,3 +311,10 @@ def test_calibration_is_asked_for_as_by_the_other_methods(small):
 def test_calibration_on_what_is_no_token_id_is_refused(small, row):
     with pytest.raises(ValueError, match="calibration must hold texts or lists of token ids, got"):
         fit(small, QuantConfig("w8a8", calibration=[row]))
+
+
+@pytest.mark.parametrize("bits, group, symmetric", [(4, -1, True), (8, 16, True), (8, -1, False)])
+def test_codes_that_are_no_whole_numbers_around_zero_are_refused(bits, group, symmetric):
+    weight = torch.randn(8, 32)
+    with pytest.raises(ValueError, match="the codes of the weight must be "):
+        Linear(weight, None, W8A8Linear(codes=quantise(weight, bits, group, symmetric)))
