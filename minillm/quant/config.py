@@ -57,6 +57,8 @@ class QuantConfig:
         if self.head_bits is not None:
             _check_bits("head_bits", self.head_bits)
         check_layer(self.bits, self.group, self.symmetric, self.dense_from, self.kernel)
+        if self.kernel == "triton" and self.bits != 4:
+            raise ValueError(f"kernel='triton' multiplies by 4 bits, got bits={self.bits}")
         if self.calibration is not None and not _are_texts(self.calibration):
             raise ValueError(f"calibration must be a list of at least one text or list of ids, got {self.calibration!r:.60}")
         strength = self.migration
@@ -91,8 +93,6 @@ def check_layer(bits: Any, group: Any, symmetric: Any, dense_from: Any, kernel: 
         raise ValueError(f"dense_from must be a whole number of at least 1, None or 'auto', got {dense_from!r:.60}")
     if not _is_word(kernel, *KERNELS):
         raise ValueError(f"kernel must be one of {', '.join(map(repr, KERNELS))}, got {kernel!r:.60}")
-    if kernel == "triton" and bits != 4:
-        raise ValueError(f"kernel='triton' multiplies by 4 bits, got bits={bits}")
 
 
 def _check_bits(name: str, bits: Any) -> None:

@@ -81,8 +81,7 @@ def test_a_small_weight_in_float16_is_no_further_than_half_a_step_and_its_own_ro
     + [({"group": n}, "group must be a whole number of at least 1, or -1 .*, got") for n in (0, -2, 32.0, None, True)]
     + [({"symmetric": n}, "symmetric must be True or False, got") for n in (None, 1, "no")]
     + [({"dense_from": n}, "dense_from must be a whole number of at least 1, None or 'auto', got") for n in (0, True, "x", 1.5)]
-    + [({"kernel": n}, "kernel must be one of 'auto', 'torch', 'triton', got") for n in ("cuda", None)]
-    + [({"kernel": "triton", "bits": 8}, "kernel='triton' multiplies by 4 bits, got bits=8")],
+    + [({"kernel": n}, "kernel must be one of 'auto', 'torch', 'triton', got") for n in ("cuda", None)],
 )  # fmt: skip
 def test_a_layer_that_nobody_can_build_is_refused_as_a_config_would_be(wrong, named):
     with pytest.raises(ValueError, match=named):
