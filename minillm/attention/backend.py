@@ -17,7 +17,7 @@ class AttentionBackend(Protocol):
 
     A backend may also have ``operators``, a ``minillm.model.layers.Operators``: the model then uses these for its norms,
     rotation, KV write and gated activation. One whose layers do not all do the same may have ``step_work(batch, plan, config,
-    dtype)``: what a step does beside ``work`` in every layer."""
+    dtype, store)``: what a step does beside ``work`` in every layer, with KV as the store counts it (its ``recount``)."""
 
     def plan(self, batch: ForwardBatch, dtype: Any) -> Any:
         """Whatever all layers share for this batch: index tensors, masks. Called once per step."""

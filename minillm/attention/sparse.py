@@ -171,14 +171,19 @@ class SparseAttention:
             total += group.work(self.sees, config, dtype.itemsize)
         return total
 
-    def step_work(self, batch: ForwardBatch, plan: SparsePlan, config: ModelConfig, dtype: torch.dtype) -> Work:
+    def step_work(
+        self, batch: ForwardBatch, plan: SparsePlan, config: ModelConfig, dtype: torch.dtype, store: KVStore
+    ) -> Work:
         """The indexer, in all layers that choose: summaries of the blocks that this step fills, and the scores of candidates. An
         indexer is counted as one product per query head and block, as wide as a KV head's summary."""
         size, element = self.sees.block_size, dtype.itemsize
         filled = sum(kv // size - (kv - q) // size for q, kv in zip(batch.q_lens, batch.kv_lens, strict=True))
         keys, made = 2 * filled * size * config.kv_size * element, filled * self.summary_numbers * element
-        # K and V are read together, and copied on the way
-        total = Work(kv_read_bytes=keys, kv_write_bytes=made, activation_bytes=2 * keys + made, launches=8 if filled else 5)
+        # K and V are read together, as the store keeps them, and copied on the way; summaries are in the model's dtype
+        read_back = Work(kv_read_bytes=keys, activation_bytes=2 * keys)
+        recount = getattr(store, "recount", None)
+        total = Work(kv_write_bytes=made, activation_bytes=made, launches=8 if filled else 5)
+        total += read_back if recount is None else recount(read_back)
         for group in plan.sparse:
             scored = int(self.sees.first_local(group.positions).sum())
             read = group.blocks.numel() * self.summary_numbers * element

@@ -189,7 +189,7 @@ class ModelRunner:
             work = recount(work)
         step_work = getattr(self.backend, "step_work", None)
         if step_work is not None:
-            work += step_work(batch, plan, self.model.config, self.model.dtype)
+            work += step_work(batch, plan, self.model.config, self.model.dtype, self.store)
         return replace(work, launches=self.graphs.launches(work.launches)) if path is self.graphs and self.graphs else work
 
 

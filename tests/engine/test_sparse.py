@@ -200,6 +200,21 @@ def test_decoding_reads_what_it_chose_and_the_summaries_of_the_candidates():
     assert 0 < used.index_bytes < used.total_bytes
 
 
+@pytest.mark.parametrize("kv_dtype, number", [("auto", 4 * 4), ("int8", 4 + 4), ("fp8", 4 + 4)])
+def test_a_block_that_is_filled_is_read_back_in_the_bytes_that_the_store_keeps(kv_dtype, number):
+    """As above with one key less: the last of block 9 is written, and its keys are read for their summary."""
+    options = EngineConfig(num_blocks=16, block_size=4, sparse_blocks=3, sparse_window=4, kv_dtype=kv_dtype)
+    engine = Engine(model_of(2, 64), None, options)
+    engine.add_request([3] * 39, SamplingParams(max_tokens=2, **IGNORE))
+    engine.step()
+    before = engine.meter.snapshot()
+    engine.step()
+    used = engine.meter.snapshot() - before
+    kv_row, summary = 2 * 2 * number, 2 * 8 * 4
+    assert used.kv_read_bytes == 2 * ((3 * 4 + 4) * kv_row + 4 * kv_row + 9 * summary)
+    assert used.kv_write_bytes == 2 * (kv_row + summary)
+
+
 def test_shared_choices_cost_the_indexer_of_one_layer_in_so_many():
     counts = {}
     for share in (1, 2, 3, 4):
