@@ -202,15 +202,28 @@ def _to_int4(codes: Codes, dtype: torch.dtype) -> dict[str, Tensor | None]:
 
 
 def _from_int4(packed: Packed, group: int) -> Codes:
-    pairs, like = packed["scales_and_offsets"], packed["like"]
-    assert pairs is not None and like is not None
+    pairs, like, kept = packed["scales_and_offsets"], packed["like"], packed["int4"]
+    assert pairs is not None and like is not None and kept is not None
     width = like.shape[1]
     scales, offsets = pairs.float().transpose(0, 1).unbind(-1)
     zeros = (8 - offsets / scales).round().to(torch.uint8)
-    # what the kernel makes of unit scales, no offsets and the unit vectors are the codes themselves, in an order of ours
-    units = torch.stack([torch.ones_like(scales), torch.zeros_like(scales)], dim=-1).transpose(0, 1).contiguous()
-    one_hot = torch.eye(width, dtype=torch.float32, device=like.device)
-    signed = torch.ops.aten._weight_int4pack_mm_for_cpu(one_hot, packed["int4"], width // units.shape[0], units)
+    codes = torch.empty(scales.shape[0] * width, dtype=torch.uint8)
+    codes[_places(scales.shape[0], width)] = _nibbles(kept)
     repeats = (width if group == -1 else group) * pairs.shape[0] // width
-    return Codes((signed.T.round() + 8).to(torch.uint8).contiguous(), scales[:, ::repeats].contiguous(),
-                 zeros[:, ::repeats].contiguous(), 4)  # fmt: skip
+    return Codes(codes.unflatten(0, (-1, width)), scales[:, ::repeats].contiguous(), zeros[:, ::repeats].contiguous(), 4)
+
+
+def _places(out_features: int, in_features: int) -> Tensor:
+    """Where in a weight each nibble of the kernel's layout belongs. The layout is the CPU's affair, so the packing is asked: fed
+    with the digits of each weight's own place, it returns them where it puts that weight's code."""
+    own = torch.arange(out_features * in_features).view(out_features, in_features)
+    places = torch.zeros(own.numel(), dtype=torch.int64)
+    for shift in range(0, own.numel().bit_length(), 4):
+        digit = (own >> shift & 15).to(torch.int32)
+        places += _nibbles(torch.ops.aten._convert_weight_to_int4pack_for_cpu(digit, 1)).long() << shift
+    return places
+
+
+def _nibbles(packed: Tensor) -> Tensor:
+    """The lower halves of all bytes, then the upper ones."""
+    return torch.cat([packed.flatten() & 15, packed.flatten() >> 4])

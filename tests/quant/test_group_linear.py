@@ -44,6 +44,14 @@ def test_every_format_multiplies_by_what_it_unpacks_and_keeps_its_codes(dtype, b
             torch.testing.assert_close(y.double(), exact, rtol=0, atol=TOLERANCE[dtype] * scale)
 
 
+@pytest.mark.parametrize("shape", [(16, 32), (64, 32), (80, 64), (160, 512)])
+def test_codes_come_back_from_the_kernels_layout_however_it_cuts_the_rows(shape):
+    expected = quantise(weights(shape, torch.float32)[0], 4, 32, False)
+    method = GroupLinear(4, 32, False, None, codes=expected)
+    packed = method.pack(torch.empty(shape), None)
+    assert "int4" in packed and torch.equal(method.codes(packed).codes, expected.codes)
+
+
 def test_kernels_serve_the_shapes_they_can_and_only_those():
     def format_of(bits, group, symmetric, shape, dtype):
         packed = GroupLinear(bits, group, symmetric, None).pack(weights(shape, dtype)[0], None)
