@@ -85,11 +85,11 @@ def si(x: float, unit: str = "") -> str:
 
 
 def power_ticks(axis: Axis, unit: str = "", prefixes: bool = True) -> None:
-    """Plain words on a logarithmic axis: "10 G", or "0.1" without prefixes. A short axis is also marked at 2 and 5."""
+    """Plain words on a logarithmic axis: "10 G", but "0.1" without a unit or prefixes. A short axis is also marked at 2 and 5."""
     low, high = axis.get_view_interval()
     steps = (1.0, 2.0, 5.0) if high / low < 30 else (1.0,)
     axis.set_major_locator(LogLocator(10, subs=steps, numticks=12))
-    axis.set_major_formatter(FuncFormatter(lambda v, _: si(v, unit) if prefixes else f"{v:g}"))
+    axis.set_major_formatter(FuncFormatter(lambda v, _: si(v, unit) if prefixes and (unit or v >= 1) else f"{v:g}"))
     axis.set_minor_locator(NullLocator())
 
 

@@ -25,7 +25,7 @@ from minillm.perf.roofline import predict, step_work
 from minillm.perf.units import format_bytes, format_time
 from minillm.quant.calibrate import Seen, calibration_rows, layer_by_layer
 from minillm.quant.config import QuantConfig
-from minillm.quant.grid import quantise
+from minillm.quant.grid import group_size, quantise, round_trip
 from minillm.quant.linear import LinearMethod, PlainLinear, default_method
 from minillm.quant.quantise import Fitted, QuantMethods, fit
 
@@ -233,6 +233,35 @@ def loss_figure(compared: Compared) -> Figure:
     titled(ax, None, "mean squared error of the output, rounding to nearest = 1")
     ax.legend(fontsize=SMALL, frameon=False, ncols=2, loc="lower left", bbox_to_anchor=(0, 1))
     return fig
+
+
+class OnGrid(PlainLinear):
+    """The weight on a grid, kept in full: what a layer of codes multiplies by, ready sooner than its codes."""
+
+    def __init__(self, bits: int, group: int, symmetric: bool):
+        self.bits, self.group, self.symmetric = bits, group, symmetric
+
+    def pack(self, weight: Tensor, bias: Tensor | None) -> dict[str, Tensor | None]:
+        size = group_size(weight.shape[1], self.group)
+        return super().pack(round_trip(weight, self.bits, size, self.symmetric), bias)
+
+
+@dataclass(frozen=True)
+class Rounded:
+    """Every layer on the grid of a config, the head on its own."""
+
+    config: QuantConfig
+
+    def for_layer(self, name: str) -> LinearMethod:
+        c = self.config
+        if name != "lm_head":
+            return OnGrid(c.bits, c.group, c.symmetric)
+        return PlainLinear() if c.head_bits is None else OnGrid(c.head_bits, -1, True)
+
+
+def rounded(model: Transformer, config: QuantConfig) -> Transformer:
+    """A model whose weights are those that ``quantise_model`` gives by rounding to nearest."""
+    return Transformer(model.config, model.dense_weights(), Rounded(config)).eval()
 
 
 class SomeLayers:

@@ -80,6 +80,13 @@ def test_only_the_fitted_layers_change(model, compared):
     assert "letters" in table and table.splitlines()[1].split()[1:] == ["0.0", "100%"]
 
 
+@pytest.mark.parametrize("config", [GRID, QuantConfig("rtn", 4, 32, True, head_bits=None), QuantConfig("rtn", 8, -1, True)])
+def test_rounded_weights_are_those_of_the_codes(model, config):
+    ours, theirs, plain = (m.dense_weights() for m in (lab.rounded(model, config), quantise_model(model, config), model))
+    assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
+    assert not torch.equal(ours["model.layers.0.mlp.down_proj.weight"], plain["model.layers.0.mlp.down_proj.weight"])
+
+
 def test_the_panel_measures_where_the_sliders_stop(made):
     panel = lab.rows_panel(made, card(next(iter(CARDS))))
     try:
