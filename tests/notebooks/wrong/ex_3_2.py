@@ -138,6 +138,23 @@ class KeepsTheScaleOnSelf(Right):
         return super().unpack(packed | {"scale": self.scale})
 
 
+class KeepsTheDtypeOnSelf(Right):
+    def pack(self, weight, bias):
+        self.like = weight.new_empty(0)
+        return super().pack(weight, bias)
+
+    def unpack(self, packed):
+        return super().unpack(packed | {"like": self.like})
+
+
+class SinglePrecision(Right):
+    """Multiplies in float32 whatever it is given, and leaves it at that."""
+
+    def apply(self, packed, x):
+        bias = packed["bias"]
+        return F.linear(x.float(), self.unpack(packed).float(), None if bias is None else bias.float())
+
+
 class KeepsTheWeight(Right):
     def pack(self, weight, bias):
         return super().pack(weight, bias) | {"kept": weight.clone()}
@@ -164,8 +181,9 @@ CORE = (
     (SignedHalves, "exact: numbers that are on a grid"), (OneScalePerRow, "random: at most half a step off"),
     (ForgetsTheBias, "random: apply multiplies by what unpack gives"),
     (CutsTheRest, "edges: inputs that are no multiple of the group"),
-    (KeepsTheScaleOnSelf, "state: inputs unchanged, layers apart"), (KeepsTheWeight, "budget: bytes held"),
-    (ByteEach, "budget: bytes held"), (Borrows, SHAPE),
+    (KeepsTheScaleOnSelf, "state: inputs unchanged, layers apart"),
+    (KeepsTheDtypeOnSelf, "state: inputs unchanged, layers apart"), (SinglePrecision, SHAPE),
+    (KeepsTheWeight, "budget: bytes held"), (ByteEach, "budget: bytes held"), (Borrows, SHAPE),
 )  # fmt: skip
 
 SHIFTS = 4 * torch.tensor([0, 4, 1, 5, 2, 6, 3, 7])
@@ -265,6 +283,11 @@ def no_clamp(weight, x, group):
     return search(weight, x, group) * torch.where(magnitude > 0, 1.0, 0.0)
 
 
+def gives_up_at_zeros(weight, x, group):
+    """A channel of zeros makes every strength but 0 a division by 0."""
+    return search(weight, x, group, smallest=0.0)
+
+
 def per_output(weight, x, group):
     return torch.ones(len(weight))
 
@@ -279,7 +302,7 @@ STRETCH = (
     (per_output, "shape: one scale per input channel"), (full_strength, "exact: weights that lose nothing"),
     (ones, "random: large channels gain"),
     (judges_the_weights, "random: large channels gain"), (the_other_way, "random: never worse than rounding to nearest"),
-    (no_clamp, "edges: channels that are always 0"),
+    (no_clamp, "edges: channels that are always 0"), (gives_up_at_zeros, "edges: channels that are always 0"),
     (scales_its_input, "state: inputs unchanged"),
 )  # fmt: skip
 
