@@ -91,7 +91,7 @@ def test_a_row_that_is_no_multiple_of_the_group_is_refused_with_both_numbers(gro
         quantise(torch.zeros(2, 65), 4, group, False, "lm_head")
 
 
-@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
 def test_a_weight_that_is_not_finite_is_refused(bad):
     with pytest.raises(ValueError, match="o_proj holds a number that is not finite"):
         quantise(torch.tensor([[1.0, bad]]), 4, -1, False, "o_proj")
