@@ -171,9 +171,7 @@ class SparseAttention:
             total += group.work(self.sees, config, dtype.itemsize)
         return total
 
-    def step_work(
-        self, batch: ForwardBatch, plan: SparsePlan, config: ModelConfig, dtype: torch.dtype, store: KVStore
-    ) -> Work:
+    def step_work(self, batch: ForwardBatch, plan: SparsePlan, config: ModelConfig, dtype: torch.dtype, store: KVStore) -> Work:
         """The indexer, in all layers that choose: summaries of the blocks that this step fills, and the scores of candidates. An
         indexer is counted as one product per query head and block, as wide as a KV head's summary."""
         size, element = self.sees.block_size, dtype.itemsize

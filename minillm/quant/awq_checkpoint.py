@@ -171,7 +171,12 @@ def load_awq(
     """
     from minillm.quant.quantise import QuantMethods, describe
 
+    asked = QuantConfig("awq", kernel=kernel)
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+        raise ValueError(f"dtype must be a floating-point torch.dtype, got {dtype!r:.60}")
     folder = Path(folder).expanduser()
+    if not (folder / "config.json").is_file():
+        raise ValueError(f"{folder} is no folder with a config.json")
     raw = folder_config(folder)
     if not is_awq(raw):
         raise ValueError(f"{folder} holds no AWQ weights of 4 bits: it has {raw.get('quantization_config')!r:.80}")
@@ -183,9 +188,8 @@ def load_awq(
         if part is not None:
             raise ValueError(f"{folder} {what}, which minillm does not read from the AWQ layout")
     try:
-        chosen = QuantConfig(
-            "awq", 4, quant.get("group_size", 128), quant.get("symmetric", False), head_bits=quant.get("head_bits"), kernel=kernel
-        )
+        grid = {"group": quant.get("group_size", 128), "symmetric": quant.get("symmetric", False)}
+        chosen = replace(asked, bits=4, head_bits=quant.get("head_bits"), **grid)
     except ValueError as error:
         raise ValueError(f"quantization_config of {folder}: {error}") from None
     tensors = _read_tensors(folder, config, chosen.group)

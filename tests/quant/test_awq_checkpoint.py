@@ -234,6 +234,18 @@ def test_a_group_size_that_is_not_that_of_the_weights_is_refused(saved, tmp_path
         load_awq(folder)
 
 
+@pytest.mark.parametrize(
+    "wrong, why",
+    [({"kernel": "cuda"}, "^kernel must be one of 'auto', 'torch', 'triton', got 'cuda'"), ({"dtype": "float32"}, "^dtype must be a .*got 'float32'"),
+     ({"dtype": torch.int8}, "^dtype must be a floating-point torch.dtype, got torch.int8"), ({"dtype": None}, "got None"),
+     ({"folder": "nowhere"}, "nowhere is no folder with a config.json")],
+)  # fmt: skip
+def test_what_a_caller_gets_wrong_is_not_blamed_on_the_folder(saved, tmp_path, monkeypatch, wrong, why):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match=why):
+        load_awq(**{"folder": saved, **wrong})
+
+
 def test_a_damaged_file_and_a_tensor_in_two_files_are_named(saved, tmp_path):
     folder = with_tensors(saved, tmp_path)
     whole = (folder / "model.safetensors").read_bytes()
