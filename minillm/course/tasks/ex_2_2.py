@@ -74,6 +74,11 @@ def _core_random(cls: Any) -> None:
         q, keys = _random(blocks, size, heads, kv_heads)
         what = f"{blocks} blocks of {size}, {heads} heads over {kv_heads}"
         expect_equal(_scores(cls, q, keys), bound_oracle(q, keys), atol=1e-5, rtol=1e-5, what=what)
+    q, keys = _random(8)
+    indexer, rows = cls(), (keys[:4], keys[4:])
+    got = indexer.score(q, torch.stack([indexer.summarise(of_row) for of_row in rows]))
+    want = torch.cat([bound_oracle(q[i : i + 1], of_row) for i, of_row in enumerate(rows)])
+    expect_equal(got, want, atol=1e-5, rtol=1e-5, what="2 rows, each with 4 blocks of its own")
 
 
 def _core_holds(cls: Any) -> None:
@@ -248,8 +253,8 @@ def _share_drift(fn: Any) -> None:
 
 def _share_random(fn: Any) -> None:
     rng = random.Random(1)
-    for _ in range(40):
-        choices = [rng.sample(range(9), 4) for _ in range(rng.randint(1, 12))]
+    for size in [4] * 20 + [0] * 40:  # 0: near the beginning a layer has fewer blocks to choose
+        choices = [rng.sample(range(9), size or rng.randint(1, 6)) for _ in range(rng.randint(1, 12))]
         least = rng.choice([0.25, 0.5, 0.75, 1.0])
         expect_equal(list(fn(choices, least)), share_oracle(choices, least), what=f"{len(choices)} layers, at least {least}")
 

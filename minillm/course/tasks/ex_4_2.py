@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode
 
 from minillm import LLM, SamplingParams
 from minillm.attention import latent
@@ -80,6 +81,9 @@ def _core_ragged(f: Any) -> None:
     given, visible = _inputs(3, 8), torch.arange(8) < torch.tensor([[8], [3], [1]])
     want = _naive(*given, 0.3, visible)
     expect_equal(f(*given, 0.3, visible), want, atol=1e-5, what="rows that see 8, 3 and 1 of 8 keys")
+    visible = torch.tensor([[1, 0, 0, 0, 1, 1, 1, 1], [0, 1, 0, 1, 0, 1, 0, 1], [0, 0, 0, 0, 0, 0, 0, 1]]).bool()
+    want = _naive(*given, 0.3, visible)
+    expect_equal(f(*given, 0.3, visible), want, atol=1e-5, what="rows that see a first key and the last, every second, the last")
 
 
 def _core_large(f: Any) -> None:
@@ -87,6 +91,11 @@ def _core_large(f: Any) -> None:
     given[0] = given[0] * 1e4
     want = _naive(*given, 0.3, _all(2, 6))
     expect_equal(f(*given, 0.3, _all(2, 6)), want, atol=1e-3, what="scores of many thousands")
+    one = torch.ones
+    rows = torch.tensor([[[1.0, 0.0, -1e5], [0.0, 1.0, -1e5], [1.0, 1.0, 1e5], [1.0, 1.0, 0.0]]])
+    up = torch.tensor([[[5.0, 5.0], [4.0, 8.0]]])
+    got = f(one(1, 1, 1), one(1, 1, 1), rows, up, 1.0, torch.arange(4)[None] < 2)
+    expect_equal(got, torch.tensor([[[6.0]]]), atol=1e-3, what="two visible scores near -1e5, two hidden ones far above")
 
 
 def _core_state(f: Any) -> None:
@@ -143,10 +152,13 @@ class Largest(TorchDispatchMode):
 
 def _core_budget(f: Any) -> None:
     """64 keys of 8 heads: keys of all heads would be 64 · 8 · 16 elements, the scores are 64 · 8, the cached rows 64 · 36."""
-    given, largest = _inputs(1, 64, heads=8, rank=32, nope=16, v_dim=16), Largest()
-    with largest:
-        f(*given, 0.3, _all(1, 64))
+    keys, heads, rank, nope, rope, v_dim = 64, 8, 32, 16, 4, 16
+    given, largest = _inputs(1, keys, heads, rank, nope, rope, v_dim), Largest()
+    with FlopCounterMode(display=False) as flops, largest:
+        f(*given, 0.3, _all(1, keys))
     expect_at_most(largest.elements, 64 * 36, "elements of the largest tensor made: nothing larger than the cached rows")
+    needed = 2 * heads * (nope * rank + keys * (rank + rope) + keys * rank + rank * v_dim)
+    expect_at_most(flops.get_total_flops(), round(1.25 * needed), "FLOPs (keys of one head after the other are keys too)")
 
 
 CORE = Task(
@@ -213,6 +225,8 @@ def _break_edges(f: Any) -> None:
     _scaled(f, _stretched(TINY, 4.0, 0.8), "stretched 4 times, mscale_all_dim 0.8")
     _scaled(f, _stretched(TINY, 4.0, None), "stretched 4 times, no mscale_all_dim")
     _scaled(f, _stretched(TINY, 1.0, 0.8), "stretched once, which is not at all")
+    unused = RopeConfig(factor=4.0, mscale_all_dim=0.8)
+    _scaled(f, replace(TINY, rope=unused), "mscale_all_dim 0.8 beside positions that are not stretched")
 
 
 def _break_engine(f: Any) -> None:
@@ -284,6 +298,10 @@ def _stretch_edges(f: Any) -> None:
     expect_raises(ValueError, lambda: f(_grouped(4), 6), what="4 KV heads on 6 ranks")
     expect_raises(ValueError, lambda: f(_grouped(4), 0), what="no rank")
     expect_raises(ValueError, lambda: f(_grouped(4), 64), what="32 heads on 64 ranks")
+    expect_raises(ValueError, lambda: f(_grouped(4, heads=12), 6), what="12 heads, of which 4 KV heads, on 6 ranks")
+    expect_raises(ValueError, lambda: f(_grouped(6, heads=12), 4), what="12 heads, of which 6 KV heads, on 4 ranks")
+    expect_raises(ValueError, lambda: f(TINY, 2), what="3 heads over latents on 2 ranks")
+    expect_raises(ValueError, lambda: f(TINY, 0), what="latents on no rank")
 
 
 def _stretch_engine(f: Any) -> None:

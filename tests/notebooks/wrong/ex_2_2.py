@@ -90,11 +90,19 @@ class Everything(Right):
         return super().score(q, summaries[..., : 2 * q.shape[3]])
 
 
+class FirstRowForAll(Right):
+    """The blocks of one request scored for all of them."""
+
+    def score(self, q, summaries):
+        return super().score(q, summaries[:1].expand_as(summaries))
+
+
 CORE = (
     (OneRowOfNumbers, "shape"), (BlocksBeforeHeads, "shape"), (MeanKey, "exact: two keys by hand"),
     (LargestOnly, "exact: two keys by hand"), (LargerSum, "exact: two keys by hand"), (Unscaled, "exact: two keys by hand"),
     (HeadsInTheWrongGroups, "random: against the definition"), (FromZero, "exact: two keys by hand"),
     (SortsTheKeys, "state: inputs unchanged"), (Everything, "budget: two numbers per dimension"),
+    (FirstRowForAll, "random: against the definition"),
 )  # fmt: skip
 
 
@@ -144,13 +152,14 @@ BREAK = (
 )  # fmt: skip
 
 
-def share(choices, least, with_neighbour=False, strict=False, ordered=False):
+def share(choices, least, with_neighbour=False, strict=False, ordered=False, of_leader=False):
     leaders = []
     for layer, own in enumerate(choices):
         if layer:
             other = choices[layer - 1 if with_neighbour else leaders[-1]]
             same = sum(a == b for a, b in zip(own, other)) if ordered else len(set(own) & set(other))
-            agrees = same > least * len(own) if strict else same >= least * len(own)
+            wanted = least * len(other if of_leader else own)
+            agrees = same > wanted if strict else same >= wanted
         leaders.append(leaders[-1] if layer and agrees else layer)
     return leaders
 
@@ -165,6 +174,10 @@ def more_than_asked(choices, least):
 
 def in_the_same_place(choices, least):
     return share(choices, least, ordered=True)
+
+
+def share_of_the_leaders_blocks(choices, least):
+    return share(choices, least, of_leader=True)
 
 
 def leaders_only(choices, least):
@@ -184,7 +197,7 @@ def sorts_the_choices(choices, least):
 STRETCH = (
     (leaders_only, "shape"), (more_than_asked, "exact: five layers by hand"), (in_the_same_place, "exact: a choice that drifts"),
     (agrees_with_its_neighbour, "exact: five layers by hand"), (first_layer_taken_for_granted, "edges: nothing and everything"),
-    (sorts_the_choices, "state: inputs unchanged"),
+    (sorts_the_choices, "state: inputs unchanged"), (share_of_the_leaders_blocks, "random: against the rule"),
 )  # fmt: skip
 
 WRONG = {"2.2 core": CORE, "2.2 break": BREAK, "2.2 stretch": STRETCH}

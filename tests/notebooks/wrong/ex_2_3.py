@@ -11,14 +11,16 @@ def weigh(scores, top_k):
     return weights / weights.sum(-1, keepdim=True), chosen
 
 
-def grouped(x, router, gate_up, down, top_k, weigh=weigh, restore=True, most=None, keep_empty=False):
+def grouped(x, router, gate_up, down, top_k, weigh=weigh, restore=True, most=None, fill_empty=False):
     """The right layer, with what the answers below change."""
     weights, chosen = weigh((x @ router.T).softmax(-1), top_k)
     order = chosen.flatten().argsort(stable=True)
     counts = torch.bincount(chosen.flatten(), minlength=len(router)).tolist()
     done = []
     for e, rows in enumerate(x[order // top_k].split(counts)):
-        if len(rows) or keep_empty:
+        if fill_empty and not len(rows):
+            x[:1] @ gate_up[e].T @ torch.eye(len(gate_up[e]), down.shape[2], dtype=x.dtype) @ down[e].T
+        if len(rows):
             gate, up = (rows @ gate_up[e].T).chunk(2, dim=-1)
             out = (F.silu(gate) * up) @ down[e].T
             if most is not None:
@@ -48,6 +50,38 @@ def left_sorted(x, router, gate_up, down, top_k):
 
 def with_a_capacity(x, router, gate_up, down, top_k):
     return grouped(x, router, gate_up, down, top_k, most=32)
+
+
+def with_a_generous_capacity(x, router, gate_up, down, top_k):
+    return grouped(x, router, gate_up, down, top_k, most=max(8, 4 * len(x) * top_k // len(router)))
+
+
+def a_row_for_nobody(x, router, gate_up, down, top_k):
+    """Experts that nobody chose are computed too, for one row."""
+    return grouped(x, router, gate_up, down, top_k, fill_empty=len(x) > 0)
+
+
+def shifted_by_the_largest_of_all(x, router, gate_up, down, top_k):
+    """Scores of a token vanish beside a token of larger logits."""
+
+    def shifted(scores, k):
+        logits = x @ router.T
+        e = (logits - logits.max()).exp() if len(x) else scores
+        best, chosen = (e / (e.sum(-1, keepdim=True) + 1e-30)).topk(k)
+        return best / (best.sum(-1, keepdim=True) + 1e-30), chosen
+
+    return grouped(x, router, gate_up, down, top_k, weigh=shifted)
+
+
+def number_by_number(x, router, gate_up, down, top_k):
+    """A loop over tokens without a matrix product."""
+    weights, chosen = weigh((x @ router.T).softmax(-1), top_k)
+    out = torch.zeros_like(x)
+    for t in range(len(x)):
+        for e, w in zip(chosen[t].tolist(), weights[t]):
+            gate, up = (gate_up[e] * x[t]).sum(-1).chunk(2)
+            out[t] += w * (down[e] * (F.silu(gate) * up)).sum(-1)
+    return out
 
 
 def every_expert(x, router, gate_up, down, top_k):
@@ -90,6 +124,8 @@ CORE = (
     (left_sorted, "random: against a loop over tokens"), (exponents_by_hand, "edges: large logits"),
     (with_a_capacity, "edges: a crowded expert drops nobody"), (every_expert, "budget: FLOPs and products"),
     (by_token, "budget: FLOPs and products"), (copies_weights, "budget: FLOPs and products"),
+    (with_a_generous_capacity, "edges: a crowded expert drops nobody"), (a_row_for_nobody, "budget: FLOPs and products"),
+    (shifted_by_the_largest_of_all, "edges: large logits"), (number_by_number, "budget: FLOPs and products"),
 )  # fmt: skip
 
 
@@ -152,6 +188,11 @@ def by_the_median(bias, chosen, rate):
     return bias + rate * torch.sign(counts.median() - counts)
 
 
+def by_a_whole_mean(bias, chosen, rate):
+    counts = counts_of(bias, chosen)
+    return bias + rate * torch.sign(counts.mean().round() - counts)
+
+
 def in_place(bias, chosen, rate):
     counts = counts_of(bias, chosen)
     bias += rate * torch.sign(counts.mean() - counts)
@@ -161,7 +202,7 @@ def in_place(bias, chosen, rate):
 STRETCH = (
     (the_other_way, "exact: four experts by hand"), (in_proportion, "random: against the rule"),
     (short, "edges: experts that nobody chose"), (by_the_median, "random: against the rule"),
-    (in_place, "state: inputs unchanged"),
+    (in_place, "state: inputs unchanged"), (by_a_whole_mean, "random: against the rule"),
 )  # fmt: skip
 
 WRONG = {"2.3 core": CORE, "2.3 break": BREAK, "2.3 stretch": STRETCH}
