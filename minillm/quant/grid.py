@@ -107,8 +107,8 @@ def round_trip(weight: Tensor, bits: int, size: int, symmetric: bool) -> Tensor:
 
 def dequantise(codes: Tensor, scales: Tensor, zeros: Tensor) -> Tensor:
     """codes [out, in], scales and zeros [out, groups] → float32 [out, in]."""
-    grouped = codes.unflatten(1, (scales.shape[1], -1))
-    return ((grouped.float() - zeros.unsqueeze(-1).float()) * scales.unsqueeze(-1)).flatten(1)
+    grouped = codes.unflatten(1, (scales.shape[1], -1)).to(torch.float32, copy=True)
+    return grouped.sub_(zeros.unsqueeze(-1)).mul_(scales.unsqueeze(-1)).flatten(1)
 
 
 def pack_bits(codes: Tensor, bits: int) -> Tensor:
