@@ -48,6 +48,13 @@ class MeanIndexer:
 INDEXERS: dict[str, type[BoundsIndexer] | type[MeanIndexer]] = {"bounds": BoundsIndexer, "mean": MeanIndexer}
 
 
+def shape_of(made: object) -> str:
+    """What an indexer made, for a message: the shape of a tensor, else its type."""
+    if not isinstance(made, Tensor):
+        return type(made).__name__
+    return f"{tuple(made.shape)}{' of complex numbers' if made.is_complex() else ''}"
+
+
 def grouped_products(q: Tensor, keys: Tensor) -> Tensor:
     """Dot products of each query head with its KV head's vectors. q [rows, queries, heads, width], keys [rows, n, kv_heads,
     width] → [rows, queries, heads, n], in at least 32 bits where they could be too large for float16."""
@@ -68,10 +75,11 @@ def best_blocks(scores: Tensor, candidates: Tensor, k: int) -> Tensor:
     all heads: each head spreads one unit of attention over the candidates (a softmax), and what a block gets of all heads counts.
     Logarithms keep shares apart that would vanish beside the largest.
     """
-    if scores.dim() != 4 or (*scores.shape[:2], scores.shape[3]) != candidates.shape:
+    known = isinstance(scores, Tensor) and scores.dim() == 4 and scores.shape[2] > 0 and not scores.is_complex()
+    if not known or (*scores.shape[:2], scores.shape[3]) != candidates.shape:
         rows, queries, blocks = candidates.shape
         shape = f"[rows, queries, heads, blocks], here ({rows}, {queries}, heads, {blocks})"
-        raise ValueError(f"score gives {shape}; got {tuple(scores.shape)}")
+        raise ValueError(f"score gives {shape}, real numbers; got {shape_of(scores)}")
     exact = torch.promote_types(scores.dtype, torch.float32)
     most = torch.finfo(exact).max / 4  # differences of such scores are still numbers
     finite = scores.to(exact).nan_to_num(-most, most, -most).clamp(-most, most)

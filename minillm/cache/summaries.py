@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from minillm.attention.indexer import Indexer
+from minillm.attention.indexer import Indexer, shape_of
 from minillm.cache.kv_store import KVStore, copy_slots
 from minillm.model.config import ModelConfig
 from minillm.perf.work import Work
@@ -67,16 +67,20 @@ class SummarisedStore:
         if len(blocks):
             keys, _ = self.inner.read(layer, blocks[:, None] * self.block_size + self.offsets)
             table = self._table(layer)
-            table[blocks] = self.indexer.summarise(keys).to(table.dtype)
+            made, shape = self.indexer.summarise(keys), (len(blocks), *table.shape[1:])
+            if not isinstance(made, Tensor) or made.shape != shape:  # torch would spread fewer over all blocks
+                raise ValueError(f"summarise gives {shape} here; got {shape_of(made)}")
+            table[blocks] = made.to(table.dtype)
 
     def _table(self, layer: int) -> Tensor:
         return self.tables[layer // self.every % len(self.tables)]
 
 
 def summary_shape(indexer: Indexer, config: ModelConfig, block_size: int, dtype: torch.dtype) -> tuple[int, ...]:
-    """(kv_heads, width) of an indexer's summary of one block; ValueError for an indexer that makes something else."""
-    made = indexer.summarise(torch.zeros(1, block_size, config.num_kv_heads, config.head_dim, dtype=dtype))
-    if not isinstance(made, Tensor) or made.dim() != 3 or made.shape[:2] != (1, config.num_kv_heads):
-        shape = tuple(made.shape) if isinstance(made, Tensor) else type(made).__name__
-        raise ValueError(f"summarise gives [blocks, kv_heads, width], here (1, {config.num_kv_heads}, width); got {shape}")
+    """(kv_heads, width) of an indexer's summary of a block; ValueError for an indexer that makes something else."""
+    made = indexer.summarise(torch.zeros(2, block_size, config.num_kv_heads, config.head_dim, dtype=dtype))
+    known = isinstance(made, Tensor) and made.dim() == 3 and not made.is_complex()
+    if not known or made.shape[:2] != (2, config.num_kv_heads):
+        shape = f"[blocks, kv_heads, width], here (2, {config.num_kv_heads}, width)"
+        raise ValueError(f"summarise gives {shape}, real numbers; got {shape_of(made)}")
     return tuple(made.shape[1:])

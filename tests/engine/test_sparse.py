@@ -332,3 +332,53 @@ def test_an_indexer_whose_scores_have_another_shape_is_named_with_both():
     with pytest.raises(ValueError, match=r"score gives \[rows, queries, heads, blocks\], here .*; got"):
         llm.generate(LONG[:20], SamplingParams(max_tokens=4, **IGNORE))
     assert_empty(llm)
+
+
+@pytest.mark.parametrize(
+    "spoil, said",
+    [
+        (lambda scores: None, "NoneType"),
+        (lambda scores: scores.tolist(), "list"),
+        (lambda scores: scores.numpy(), "ndarray"),
+        (lambda scores: scores.to(torch.complex128), r"\(.*\) of complex numbers"),
+        (lambda scores: scores[:, :, :0], r"\(\d+, 1, 0, \d+\)"),
+    ],
+)
+def test_an_indexer_whose_scores_are_no_real_tensor_of_heads_is_refused_by_what_it_gave(spoil, said):
+    class Spoilt(BoundsIndexer):
+        def score(self, q, summaries):
+            return spoil(super().score(q, summaries))
+
+    llm = LLM(tiny_model(), num_blocks=64, block_size=4, sparse_blocks=2, sparse_window=2, sparse_indexer=Spoilt())
+    with pytest.raises(ValueError, match=rf"score gives .*, real numbers; got {said}"):
+        llm.generate(LONG[:20], SamplingParams(max_tokens=4, **IGNORE))
+    assert_empty(llm)
+
+
+def test_summaries_of_another_number_of_blocks_or_width_are_refused_not_spread_over_all_blocks():
+    class OneForAll(BoundsIndexer):
+        def summarise(self, keys):
+            return super().summarise(keys).amax(0, keepdim=True)
+
+    class Complex(BoundsIndexer):
+        def summarise(self, keys):
+            return super().summarise(keys).to(torch.complex128)
+
+    for indexer, said in ((OneForAll(), r"got \(1, 2, 8\)"), (Complex(), "got .* of complex numbers")):
+        with pytest.raises(ValueError, match=rf"summarise gives .*, here \(2, 2, width\), real numbers; {said}"):
+            tiny_engine(sparse_blocks=2, sparse_indexer=indexer)
+
+    class Narrowing(BoundsIndexer):
+        """As wide as it said while the engine is built, and one number wide from then on."""
+
+        width = None
+
+        def summarise(self, keys):
+            return super().summarise(keys)[..., : self.width]
+
+    indexer = Narrowing()
+    llm = LLM(tiny_model(), num_blocks=64, block_size=4, sparse_blocks=2, sparse_window=2, sparse_indexer=indexer)
+    indexer.width = 1
+    with pytest.raises(ValueError, match=r"summarise gives \(5, 2, 8\) here; got \(5, 2, 1\)"):
+        llm.generate(LONG[:20], SamplingParams(max_tokens=4, **IGNORE))
+    assert_empty(llm)
