@@ -185,6 +185,8 @@ def _break_random(fn: Any) -> None:
         chosen = sorted(rng.sample(range(near), min(near, rng.randint(0, 3))))
         what = f"query {query}, blocks {chosen} chosen, window {window}, blocks of {size}"
         expect_equal(fn(query, chosen, window, size), keys_oracle(query, chosen, window, size), what=what)
+    what = "query 17, blocks 3, 0 and 1 chosen, window 6, blocks of 4: block 3 is local too, and read once"
+    expect_equal(fn(17, [3, 0, 1], 6, 4), keys_oracle(17, [3, 0, 1], 6, 4), what=what)
 
 
 def _break_start(fn: Any) -> None:

@@ -136,6 +136,11 @@ def window_before_the_beginning(query, chosen, window, size):
     return [key for b in blocks for key in range(b * size, min((b + 1) * size, query + 1))]
 
 
+def a_block_twice(query, chosen, window, size):
+    blocks = [*sorted(chosen), *range(max(0, query - window + 1) // size, query // size + 1)]
+    return [key for b in blocks for key in range(b * size, min((b + 1) * size, query + 1))]
+
+
 def as_a_set(query, chosen, window, size):
     return set(keys_of(query, chosen, window, size))
 
@@ -149,6 +154,7 @@ MIDDLE = "exact: a query within its block"
 BREAK = (
     (full_blocks_only, MIDDLE), (always_one_more, MIDDLE), (own_block_only, MIDDLE), (window_one_short, "random: key by key"),
     (window_before_the_beginning, "random: key by key"), (as_a_set, "shape"), (sorts_the_callers_list, "state: inputs unchanged"),
+    (a_block_twice, "random: key by key"),
 )  # fmt: skip
 
 
