@@ -83,7 +83,7 @@ def bytes_figure(config: ModelConfig, places: Sequence[tuple[int, int]]) -> Figu
                 hatch = ("", "////", "....")[i]
                 ax.barh(row, size, left=left, color=COLOURS[i], hatch=hatch, edgecolor="white", height=0.68, label=label)
                 left += size
-            ax.text(left, row, f" {si(left, 'B')}, {whole / left:.2f}× less" if row else f" {si(left, 'B')}",
+            ax.text(left, row, f" {si(left, 'B')} (÷{whole / left:.2f})" if row else f" {si(left, 'B')}",
                     va="center", fontsize=SMALL, color=INK)  # fmt: skip
         ax.set_yticks(range(len(STORED)), list(STORED), fontsize=SMALL)
         ax.set_ylim(len(STORED) - 0.4, -0.6)
