@@ -19,6 +19,7 @@ import tempfile
 import time
 import warnings
 import zipfile
+from itertools import pairwise
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Callable, Mapping, Sequence
@@ -100,6 +101,13 @@ class CompiledDecode:
             self._steps[fewest] = torch._inductor.aoti_load_package(str(package))
         for fewest, model in models.items():  # not before all are built: they share layers
             self.dtype, self._shapes[fewest] = model.dtype, model.to("meta")
+
+    @property
+    def description(self) -> str:
+        """For which rows a step of its own was compiled."""
+        bounds = list(self._steps)
+        spans = ["1 row" if b == 2 else f"{a} to {b - 1} rows" for a, b in pairwise(bounds)]
+        return "decode compiled" + (f" for {', '.join(spans)} and {bounds[-1]} on" if spans else "")
 
     def accepts(self, batch: ForwardBatch) -> bool:
         return all_decode(batch)

@@ -77,11 +77,12 @@ class Engine:
         c, size = self.model.config, self.pool_size
         pool = size.num_blocks * size.block_size * self.store.bytes_per_token
         held = precision_name(self.model.dtype) + (f" ({self.model.storage})" if self.model.storage else "")
+        compiled = f"; {self.runner.compiled.description}" if self.runner.compiled else ""
         return (
             f"{c.name}: {c.num_params / 1e6:.1f} M parameters in {held} on {self.model.device} "
             f"({self.weight_bytes / 1e6:.0f} MB held); KV pool of {size.num_blocks} blocks of {size.block_size} tokens, "
             f"{pool / 1e6:.0f} MB ({size.reason}); "
-            f"up to {self.options.max_num_seqs} requests at once, {self.max_model_len} tokens each"
+            f"up to {self.options.max_num_seqs} requests at once, {self.max_model_len} tokens each{compiled}"
         )
 
     @property

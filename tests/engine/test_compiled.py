@@ -188,7 +188,9 @@ def test_a_quantised_step_reads_codes_for_few_rows_and_their_copy_for_many(compi
     assert step is not None
     if model.dtype == torch.float64:
         assert step.weight_bytes == model.weight_bytes() and step.model_for(1) is step.model_for(9)
+        assert compiled.llm.engine.description.endswith("tokens each; decode compiled")
         return
+    assert compiled.llm.engine.description.endswith("; decode compiled for 1 to 3 rows and 4 on")
     held = model.weight_bytes() + model.embedding.nbytes  # codes and copies, and what both packages share with neither
     assert compiled.llm.meter.weight_bytes_held == model.weight_bytes() + step.weight_bytes
     assert held < step.weight_bytes < held + model.embedding.nbytes + 10_000
