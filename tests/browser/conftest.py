@@ -170,6 +170,15 @@ class Notebook:
         for _ in range(times):
             self.page.keyboard.press(key)
 
+    def found(self, locator: Any, pattern: str, timeout_ms: int) -> str:
+        """What matches in the text of a locator, once it does, on the screen or off it: there inner_text is empty."""
+        deadline = time.monotonic() + timeout_ms / 1000
+        while (match := re.search(pattern, locator.text_content(timeout=timeout_ms))) is None:
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"no {pattern!r} in {locator.text_content()!r:.200}")
+            self.page.wait_for_timeout(200)
+        return match.group()
+
     def saved(self, executed: bool = True) -> Any:
         """Save, and read the file when every cell has run: cells off the screen are not in the page."""
         deadline = time.monotonic() + WAIT_MS / 1000
