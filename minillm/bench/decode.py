@@ -12,11 +12,11 @@ from torch import Tensor
 from minillm.attention.torch_backend import TorchAttention, precision_name
 from minillm.bench.quality import make_kv
 from minillm.cache.quantised_kv import QuantisedKVStore
+from minillm.checking import check_whole
 from minillm.engine.batch import ForwardBatch, Row
 from minillm.engine.runner import ModelRunner
 from minillm.model.transformer import Transformer
 from minillm.perf.timing import Timing
-from minillm.perf.units import check_whole
 from minillm.perf.work import Work
 
 SECONDS_EACH = 0.6

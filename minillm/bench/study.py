@@ -16,8 +16,8 @@ from typing import Any, Callable, Mapping, Protocol, Sequence
 import psutil
 import torch
 
+from minillm.checking import check_whole
 from minillm.perf.hardware import measure_machine
-from minillm.perf.units import check_whole
 
 FORMAT = 1
 

@@ -19,8 +19,8 @@ from minillm.bench.report import make_report
 from minillm.bench.rounds import Bench
 from minillm.bench.tables import show
 from minillm.bench.worker import Worker
+from minillm.checking import check_positive, check_whole
 from minillm.model.loader import load_checkpoint
-from minillm.perf.units import check_positive, check_whole
 
 CHECKED_TOKENS = 32
 DEFAULT_ROUNDS = 5

@@ -44,7 +44,8 @@ class RopeConfig:
 
     def __post_init__(self) -> None:
         check_choice("rope kind", self.kind, ("default", "linear", "dynamic", "llama3", "yarn"))
-        check_positive(theta=self.theta, factor=self.factor, beta_fast=self.beta_fast, beta_slow=self.beta_slow)
+        for name in ("theta", "factor", "beta_fast", "beta_slow"):
+            check_positive(name, getattr(self, name))
         check_count(original_max_position=self.original_max_position)
         if self.kind == "yarn" and self.theta <= 1:
             raise ValueError(f"theta must be above 1 for yarn, got {self.theta!r}")
@@ -87,7 +88,7 @@ class ModelConfig:
             num_layers=self.num_layers, num_heads=self.num_heads, num_kv_heads=self.num_kv_heads,
             head_dim=self.head_dim, max_position=self.max_position, sliding_window=self.sliding_window,
         )
-        check_positive(norm_eps=self.norm_eps)
+        check_positive("norm_eps", self.norm_eps)
         if self.num_heads % self.num_kv_heads:
             raise ValueError(f"num_heads ({self.num_heads}) must be a multiple of num_kv_heads ({self.num_kv_heads})")
         self._check_mla()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from minillm.perf.units import check_whole
+from minillm.checking import check_positive, check_whole
 
 Shapes = dict[str, tuple[int, ...]]
 
@@ -46,8 +46,7 @@ class MoEConfig:
         layers = self.dense_layers
         if not isinstance(layers, tuple) or not all(type(i) is int for i in layers):
             raise ValueError(f"dense_layers must be a tuple of whole numbers, got {layers!r:.60}")
-        if isinstance(self.scale, bool) or not isinstance(self.scale, (int, float)) or not 0 < self.scale < 1e300:
-            raise ValueError(f"scale must be a positive, finite number, got {self.scale!r:.60}")
+        check_positive("scale", self.scale)
         if self.top_groups > self.num_groups or self.num_experts % self.num_groups:
             raise ValueError(f"{self.num_experts} experts cannot be chosen from {self.top_groups} of {self.num_groups} groups")
         if self.top_k > self.candidates:

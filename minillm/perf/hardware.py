@@ -17,11 +17,12 @@ from typing import Any, Mapping
 import psutil
 import torch
 
+from minillm.checking import check_positive, check_whole
 from minillm.config import DTYPES
 from minillm.model.presets import preset
 from minillm.paths import cache_dir
 from minillm.perf import probes
-from minillm.perf.units import KIB, check_positive, check_whole, format_bytes, format_rate
+from minillm.perf.units import KIB, format_bytes, format_rate
 
 # The working set that a decoding step of the default model streams: all weights, 16 bits each.
 WORKING_SET = 2 * preset("smollm2-135m").num_params

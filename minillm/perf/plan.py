@@ -8,6 +8,7 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
+from minillm.checking import check_positive, check_share, check_whole
 from minillm.model.config import ModelConfig
 from minillm.model.presets import PRESETS
 from minillm.perf import units
@@ -91,18 +92,18 @@ def plan(
     whole context unless said. Several cards share everything evenly and talk for free. Bad numbers raise ValueError.
     """
     for name, count in (("batch", batch), ("context", context), ("cards", cards)):
-        units.check_whole(name, count)
+        check_whole(name, count)
     prompt = context if prompt is None else prompt
-    units.check_whole("prompt", prompt)
+    check_whole("prompt", prompt)
     if prompt > context:
         raise ValueError(f"prompt ({prompt}) must be at most context ({context}), which counts prompt and output tokens")
-    units.check_share("usable", usable)
+    check_share("usable", usable)
     if dtype not in BYTES_OF:
         raise ValueError(f"dtype must be one of {', '.join(BYTES_OF)}, got {dtype!r}")
     bytes_per_weight = BYTES_OF[dtype] if bytes_per_weight is None else bytes_per_weight
     kv_bytes_per_element = BYTES_OF[dtype] if kv_bytes_per_element is None else kv_bytes_per_element
-    units.check_positive("bytes_per_weight", bytes_per_weight)
-    units.check_positive("kv_bytes_per_element", kv_bytes_per_element)
+    check_positive("bytes_per_weight", bytes_per_weight)
+    check_positive("kv_bytes_per_element", kv_bytes_per_element)
     hardware = hardware.times(cards)
     weight_bytes = config.num_params * bytes_per_weight
     per_token = config.kv_bytes_per_token(kv_bytes_per_element)
@@ -225,7 +226,7 @@ def run_plan(args: argparse.Namespace) -> int:
     config = read_config(args.config)
     hardware: Hardware = measure_machine() if args.card == "here" else card(args.card)
     if args.memory_mib is not None:
-        units.check_positive("memory-mib", args.memory_mib)
+        check_positive("memory-mib", args.memory_mib)
         hardware = dataclasses.replace(hardware, memory=args.memory_mib * units.MIB)
     made = plan(
         config, hardware, batch=args.batch, context=args.context, dtype=args.dtype,

@@ -10,9 +10,10 @@ import math
 from dataclasses import dataclass
 from typing import Iterable
 
+from minillm.checking import check_positive, check_share, check_whole
 from minillm.model.config import ModelConfig
 from minillm.perf.hardware import Hardware
-from minillm.perf.units import check_positive, check_share, check_whole, format_bytes, format_time
+from minillm.perf.units import format_bytes, format_time
 from minillm.perf.work import Work, visible_pairs
 
 

@@ -9,7 +9,8 @@ from typing import Any, Callable, Iterable, Mapping
 
 import torch
 
-from minillm.perf.units import check_whole, format_time
+from minillm.checking import check_whole
+from minillm.perf.units import format_time
 
 
 @dataclass(frozen=True)

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Callable, Mapping
 
+from minillm.checking import check_positive, check_whole
 from minillm.model.config import ModelConfig
 from minillm.perf.roofline import prefill_work
-from minillm.perf.units import check_positive, check_whole
 
 NEWEST = 0.3
 """Weight of the newest load in a link's running mean."""

@@ -1,8 +1,6 @@
-"""Numbers as people read them, and the two argument checks that this room needs everywhere."""
+"""Numbers as people read them."""
 
 from __future__ import annotations
-
-import math
 
 KIB, MIB, GIB = 2**10, 2**20, 2**30
 
@@ -39,21 +37,3 @@ def format_count(x: float) -> str:
 
 def _three_digits(x: float) -> str:
     return f"{x:.2f}" if x < 9.995 else f"{x:.1f}" if x < 99.95 else f"{x:.0f}"
-
-
-def check_whole(name: str, value: object, at_least: int = 1) -> None:
-    """ValueError unless value is an int (not a bool) of at least `at_least`."""
-    if isinstance(value, bool) or not isinstance(value, int) or value < at_least:
-        raise ValueError(f"{name} must be a whole number of at least {at_least}, got {value!r}")
-
-
-def check_positive(name: str, value: object) -> None:
-    """ValueError unless value is a finite number above 0."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value) or value <= 0:
-        raise ValueError(f"{name} must be a finite number above 0, got {value!r}")
-
-
-def check_share(name: str, value: object) -> None:
-    """ValueError unless 0 < value <= 1."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value <= 1:
-        raise ValueError(f"{name} must be above 0 and at most 1, got {value!r}")

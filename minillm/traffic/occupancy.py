@@ -8,10 +8,10 @@ from typing import Any, Iterable, Sequence
 from minillm.cache.block_pool import BlockPool
 from minillm.cache.manager import CacheManager, reservation
 from minillm.cache.prefix import NoPrefixCache
+from minillm.checking import check_whole
 from minillm.config import EngineConfig
 from minillm.engine.request import Request
 from minillm.engine.scheduler import Scheduler
-from minillm.perf.units import check_whole
 from minillm.sampling_params import SamplingParams
 
 

@@ -12,11 +12,11 @@ from typing import Any, Callable
 from minillm.cache.block_pool import BlockPool
 from minillm.cache.choice import make_prefix_cache
 from minillm.cache.manager import CacheManager, reservation
+from minillm.checking import check_positive
 from minillm.config import EngineConfig
 from minillm.engine.admission import Admission
 from minillm.engine.request import Request
 from minillm.engine.scheduler import Scheduler
-from minillm.perf.units import check_positive
 from minillm.sampling_params import SamplingParams
 from minillm.traffic.run import Row, Run, Served, Step
 from minillm.traffic.trace import Arrival, Trace

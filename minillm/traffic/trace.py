@@ -8,7 +8,7 @@ from typing import Sequence
 
 import numpy as np
 
-from minillm.perf.units import check_positive, check_whole
+from minillm.checking import check_positive, check_whole
 
 PUBLIC_REQUESTS, PUBLIC_LENGTHS = 256, (100, 1024)
 

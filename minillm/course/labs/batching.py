@@ -13,11 +13,11 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
 from minillm import LLM
+from minillm.checking import check_whole
 from minillm.course.panel import Panel
 from minillm.course.stepper import Stepper
 from minillm.course.style import COLOURS, DPI, HATCHES, INK, MARKERS, SMALL, SOFT, Drawing, figure, legend, titled
 from minillm.model.transformer import Transformer
-from minillm.perf.units import check_whole
 from minillm.traffic.replay import replay
 from minillm.traffic.run import Run
 from minillm.traffic.simulate import simulate

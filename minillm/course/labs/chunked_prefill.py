@@ -11,6 +11,7 @@ from matplotlib.ticker import NullLocator
 
 from minillm.attention.torch_backend import precision_name
 from minillm.bench.interference import Interference, meet
+from minillm.checking import check_whole
 from minillm.course.panel import Panel
 from minillm.course.predictions import short
 from minillm.course.style import COLOURS, DPI, INK, LINES, MARKERS, SMALL, SOFT, Drawing, figure, titled
@@ -18,7 +19,7 @@ from minillm.llm import LLM
 from minillm.model.config import ModelConfig
 from minillm.perf.hardware import Hardware
 from minillm.perf.roofline import predict, step_work
-from minillm.perf.units import check_whole, format_time
+from minillm.perf.units import format_time
 from minillm.perf.work import Work
 from minillm.traffic.simulate import SplitRun, simulate, simulate_split
 from minillm.traffic.step_time import Roofline

@@ -12,6 +12,7 @@ from matplotlib.figure import Figure
 from torch import Tensor
 
 from minillm.bench.studies.moe import Layers
+from minillm.checking import check_whole
 from minillm.course.panel import Panel
 from minillm.course.plots import bars, lines
 from minillm.model.config import ModelConfig
@@ -19,7 +20,7 @@ from minillm.model.moe import route
 from minillm.model.moe_config import MoEConfig
 from minillm.perf.roofline import decode_work
 from minillm.perf.timing import Timing
-from minillm.perf.units import check_whole, format_time
+from minillm.perf.units import format_time
 
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128)
 TOKENS = (1, 2, 4, 8, 16, 32, 64, 128)

@@ -21,13 +21,14 @@ from matplotlib.patches import Patch, Polygon, Rectangle
 from torch import Tensor
 
 from minillm import kernels
+from minillm.checking import check_whole
 from minillm.course.panel import Panel
 from minillm.course.plots import Point, Roof, lines, roofline
 from minillm.course.predictions import short
 from minillm.course.style import COLOURS, DPI, SMALL, SOFT, Drawing, titled
 from minillm.perf.hardware import Hardware
 from minillm.perf.timing import Timing, compare
-from minillm.perf.units import check_whole, format_bytes, format_time
+from minillm.perf.units import format_bytes, format_time
 from minillm.perf.work import Work, visible_pairs
 
 HEADS = 9

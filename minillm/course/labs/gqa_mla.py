@@ -12,6 +12,7 @@ from matplotlib.figure import Figure
 
 from minillm.attention.choice import torch_attention
 from minillm.cache.choice import plain_store
+from minillm.checking import check_whole
 from minillm.course.panel import Panel
 from minillm.course.plots import bars, timings
 from minillm.engine.batch import ForwardBatch, Row
@@ -22,7 +23,7 @@ from minillm.model.presets import PRESETS
 from minillm.model.transformer import Transformer
 from minillm.perf.roofline import attention_intensity
 from minillm.perf.timing import Timing
-from minillm.perf.units import check_whole, format_bytes, format_time
+from minillm.perf.units import format_bytes, format_time
 from minillm.perf.work import Work
 
 CONTEXTS = (256, 1024, 4096, 8192)

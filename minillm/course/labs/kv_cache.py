@@ -15,6 +15,7 @@ from torch import Tensor
 from minillm.attention.torch_backend import TorchAttention
 from minillm.bench.decode import DecodeBench, Step
 from minillm.cache.kv_store import PlainKVStore
+from minillm.checking import check_whole
 from minillm.course.panel import Panel
 from minillm.course.plots import Point, Roof, lines, roofline
 from minillm.course.predictions import short
@@ -25,7 +26,7 @@ from minillm.model.config import ModelConfig
 from minillm.model.transformer import Transformer
 from minillm.perf.hardware import Hardware
 from minillm.perf.roofline import predict, step_work
-from minillm.perf.units import check_whole, format_time
+from minillm.perf.units import format_time
 
 POSITIONS = (16, 32, 64, 128, 256, 512)
 BATCHES = (1, 2, 4)

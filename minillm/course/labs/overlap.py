@@ -14,6 +14,7 @@ from matplotlib.ticker import MaxNLocator
 
 from minillm.attention.torch_backend import TorchAttention
 from minillm.cache.kv_store import PlainKVStore
+from minillm.checking import check_whole
 from minillm.course.panel import Panel
 from minillm.course.plots import lines
 from minillm.course.style import COLOURS, INK, LINES, MARKERS, SMALL, SOFT, figure, titled
@@ -22,7 +23,7 @@ from minillm.engine.graphs import PowersOfTwo
 from minillm.llm import LLM
 from minillm.model.transformer import Transformer
 from minillm.perf.timing import Comparison, Timing, compare
-from minillm.perf.units import check_whole, format_time
+from minillm.perf.units import format_time
 from minillm.sampling_params import SamplingParams
 
 # Where a step's time goes: the same step with more and more of it left out ----------------------------------------------------

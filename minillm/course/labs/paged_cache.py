@@ -15,6 +15,7 @@ from minillm.attention.strip_backend import StripAttention
 from minillm.attention.torch_backend import TorchAttention
 from minillm.cache.kv_store import PlainKVStore
 from minillm.cache.snapshot import CacheSnapshot
+from minillm.checking import check_whole
 from minillm.course.diagrams import block_table
 from minillm.course.panel import Panel
 from minillm.course.plots import bars, lines
@@ -22,7 +23,7 @@ from minillm.course.style import COLOURS, DPI, FAINT, Drawing, legend, styled, t
 from minillm.engine.batch import ForwardBatch, Row
 from minillm.model.transformer import Transformer
 from minillm.perf.timing import Timing
-from minillm.perf.units import check_whole, format_time
+from minillm.perf.units import format_time
 from minillm.traffic.occupancy import Held, last_block_waste, occupancy, waste
 
 SIZES = (1, 4, 16, 64, 256)

@@ -10,6 +10,7 @@ import ipywidgets as w
 from matplotlib.figure import Figure
 
 from minillm.attention.torch_backend import precision_name
+from minillm.checking import check_whole
 from minillm.config import DTYPES
 from minillm.course.labs.roofline import roof_of
 from minillm.course.panel import Job, Panel
@@ -20,7 +21,7 @@ from minillm.model.transformer import Transformer
 from minillm.perf.hardware import Hardware
 from minillm.perf.roofline import Prediction, decode_work, predict, step_work
 from minillm.perf.timing import Timing
-from minillm.perf.units import check_whole, format_time
+from minillm.perf.units import format_time
 from minillm.perf.work import Work
 from minillm.sampling_params import SamplingParams
 

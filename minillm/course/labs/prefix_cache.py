@@ -14,13 +14,14 @@ from matplotlib.figure import Figure
 
 from minillm import LLM, SamplingParams
 from minillm.attention.torch_backend import precision_name
+from minillm.checking import check_whole
 from minillm.course.panel import Panel
 from minillm.course.predictions import short
 from minillm.course.style import COLOURS, INK, LINES, MARKERS, SMALL, SOFT, figure, titled
 from minillm.model.transformer import Transformer
 from minillm.perf.hardware import Hardware
 from minillm.perf.roofline import predict, prefill_work
-from minillm.perf.units import check_whole, format_time
+from minillm.perf.units import format_time
 
 PROMPT, CHUNK = 512, 128
 HITS = (0, 128, 256, 384, 448, 480, 496)

@@ -14,6 +14,7 @@ from minillm.attention.indexer import Indexer, best_blocks
 from minillm.attention.torch_backend import TorchAttention
 from minillm.attention.window import SparseView
 from minillm.cache.kv_store import PlainKVStore
+from minillm.checking import check_whole
 from minillm.course.panel import Panel
 from minillm.course.plots import lines
 from minillm.course.predictions import short
@@ -24,7 +25,7 @@ from minillm.model.config import ModelConfig
 from minillm.model.transformer import Transformer
 from minillm.perf.timing import Timing
 from minillm.perf.timing import measure as time_calls
-from minillm.perf.units import check_whole, format_time
+from minillm.perf.units import format_time
 from minillm.perf.work import Work
 
 CONTEXTS = (1024, 2048, 4096, 8192, 16384)

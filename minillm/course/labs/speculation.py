@@ -15,6 +15,7 @@ from torch import Tensor
 
 from minillm.attention.torch_backend import TorchAttention
 from minillm.cache.kv_store import PlainKVStore
+from minillm.checking import check_whole
 from minillm.course.panel import Panel
 from minillm.course.predictions import short
 from minillm.course.stepper import Stepper
@@ -26,7 +27,6 @@ from minillm.engine.sampler import most_likely
 from minillm.llm import LLM
 from minillm.model.transformer import Transformer
 from minillm.perf.timing import compare
-from minillm.perf.units import check_whole
 from minillm.sampling_params import SamplingParams
 from minillm.spec.length import tokens_per_pass
 from minillm.spec.ngram import NgramProposer

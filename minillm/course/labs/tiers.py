@@ -19,13 +19,14 @@ from torch import Tensor
 from minillm import LLM, SamplingParams
 from minillm.cache.tiered import TieredCache, load_always
 from minillm.cache.tiers import HostTier, chain_keys
+from minillm.checking import check_whole
 from minillm.course.panel import Panel
 from minillm.course.predictions import short
 from minillm.course.style import COLOURS, INK, LINES, MARKERS, SMALL, SOFT, figure, titled
 from minillm.model.transformer import Transformer
 from minillm.perf.timing import Timing
 from minillm.perf.transfer import Link, LoadOffer, PrefillRate, crossover_tokens, load_or_recompute
-from minillm.perf.units import check_whole, format_bytes, format_rate, format_time
+from minillm.perf.units import format_bytes, format_rate, format_time
 
 LENGTHS = (64, 128, 256, 512, 1024)
 WAYS = {"recompute": "computed again", "host": "loaded from memory", "disk": "loaded from disk", "slow": "over a slow link"}
