@@ -58,7 +58,7 @@ GROUPS = (
     Group("unit", ("tests",), budget=500, options=PARALLEL, ignored=OTHERS, one_thread=True),
     Group("notebooks", ("chapters", "solutions", "tests/notebooks"), budget=650, options=(*PARALLEL, *NBVAL), one_thread=True),
     Group("exercises", ("tests/exercises",), budget=70, options=PARALLEL, one_thread=True),
-    Group("browser", ("tests/browser",), budget=520, options=PARALLEL, one_thread=True),
+    Group("browser", ("tests/browser",), budget=470, options=PARALLEL, one_thread=True),
 )
 
 

@@ -13,7 +13,7 @@ from minillm.attention.indexer import Indexer, best_blocks
 from minillm.attention.pairs import PairGroup
 from minillm.attention.torch_backend import RowGroup, TorchAttention, attend, precision_name
 from minillm.attention.window import SparseView
-from minillm.cache.kv_store import KVStore
+from minillm.cache.kv_store import KVStore, recounted
 from minillm.cache.summaries import SummarisedStore, summary_shape
 from minillm.engine.batch import ForwardBatch, slots_at, to_device
 from minillm.model.config import ModelConfig
@@ -179,9 +179,7 @@ class SparseAttention:
         keys, made = 2 * filled * size * config.kv_size * element, filled * self.summary_numbers * element
         # K and V are read together, as the store keeps them, and copied on the way; summaries are in the model's dtype
         read_back = Work(kv_read_bytes=keys, activation_bytes=2 * keys)
-        recount = getattr(store, "recount", None)
-        total = Work(kv_write_bytes=made, activation_bytes=made, launches=8 if filled else 5)
-        total += read_back if recount is None else recount(read_back)
+        total = Work(kv_write_bytes=made, activation_bytes=made, launches=8 if filled else 5) + recounted(store, read_back)
         for group in plan.sparse:
             scored = int(self.sees.first_local(group.positions).sum())
             read = group.blocks.numel() * self.summary_numbers * element

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from minillm.attention.torch_backend import TorchAttention, precision_name
 from minillm.bench.quality import make_kv
-from minillm.cache.quantised_kv import QuantisedKVStore
+from minillm.cache.kv_store import recounted
 from minillm.checking import check_whole
 from minillm.engine.batch import ForwardBatch, Row
 from minillm.engine.runner import ModelRunner
@@ -80,7 +80,7 @@ class DecodeBench:
         made = self.build(position, batch, cached)
         backend = TorchAttention(self.model.config.sliding_window)
         work = self.model.work(made, backend, backend.plan(made, self.model.dtype))
-        return self.store.recount(work) if isinstance(self.store, QuantisedKVStore) else work
+        return recounted(self.store, work)
 
     def measure(
         self, position: int, batch: int, cached: bool, tick: Callable[[], None] = lambda: None, repeats: int = 5

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from minillm.model.config import ModelConfig
+from minillm.perf.work import Work
 
 
 class KVStore(Protocol):
@@ -43,6 +44,14 @@ def copy_slots(store: KVStore, num_layers: int, source: Tensor, target: Tensor) 
     for layer in range(num_layers):
         k, v = store.read(layer, source[None])
         store.write(layer, target, k[0], v[0])
+
+
+def recounted(store: KVStore, work: Work) -> Work:
+    """Work that was counted for KV in the model's dtype, as this store keeps it: a store of other bytes has a ``recount(work)`` of
+    its own."""
+    recount = getattr(store, "recount", None)
+    counted: Work = work if recount is None else recount(work)
+    return counted
 
 
 class PlainKVStore:

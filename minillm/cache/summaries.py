@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from minillm.attention.indexer import Indexer, shape_of
-from minillm.cache.kv_store import KVStore, copy_slots
+from minillm.cache.kv_store import KVStore, copy_slots, recounted
 from minillm.model.config import ModelConfig
 from minillm.perf.work import Work
 
@@ -51,9 +51,7 @@ class SummarisedStore:
 
     def recount(self, work: Work) -> Work:
         """As the inner store counts."""
-        recount = getattr(self.inner, "recount", None)
-        counted: Work = recount(work) if recount is not None else work
-        return counted
+        return recounted(self.inner, work)
 
     def poison(self, slots: Tensor) -> None:
         self.inner.poison(slots)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from minillm.attention.backend import AttentionBackend
-from minillm.cache.kv_store import KVStore, copy_slots
+from minillm.cache.kv_store import KVStore, copy_slots, recounted
 from minillm.engine.batch import ForwardBatch, Row, to_device
 from minillm.engine.compiled import CompiledDecode
 from minillm.engine.graphs import DecodeGraphs
@@ -183,10 +183,7 @@ class ModelRunner:
 
     def _work(self, path: ForwardPath, batch: ForwardBatch, plan: Any) -> Work:
         model = self.compiled.model_for(batch.num_rows) if path.fused and self.compiled else self.model
-        work = model.work(batch, self.backend, plan, fused=path.fused)
-        recount = getattr(self.store, "recount", None)  # a store that keeps KV in other bytes than the model's dtype
-        if recount is not None:
-            work = recount(work)
+        work = recounted(self.store, model.work(batch, self.backend, plan, fused=path.fused))
         step_work = getattr(self.backend, "step_work", None)
         if step_work is not None:
             work += step_work(batch, plan, self.model.config, self.model.dtype, self.store)

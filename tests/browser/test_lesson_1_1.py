@@ -22,11 +22,11 @@ def test_the_panel_of_the_lesson_measures_where_the_slider_stops(open_notebook: 
     expect(said).to_contain_text("position 128, batch 1", timeout=MEASURED_MS)
     expect(said).to_contain_text("factor predicted", timeout=MEASURED_MS)
     expect(said).not_to_contain_text("measuring", timeout=MEASURED_MS)
-    before, picture = said.inner_text(), image.get_attribute("src")
+    before, picture = said.text_content(), image.get_attribute("src")
     book.press(panel, "ArrowLeft")
     expect(said).to_contain_text("position 64, batch 1", timeout=MEASURED_MS)
     expect(said).not_to_contain_text("measuring", timeout=MEASURED_MS)
-    assert said.inner_text() != before and image.get_attribute("src") != picture, "neither picture nor verdict followed the key"
+    assert said.text_content() != before and image.get_attribute("src") != picture, "neither picture nor verdict followed the key"
     assert panel.locator(".widget-image").count() == 1, "one picture, replaced in place"
     image.scroll_into_view_if_needed()
     book.screenshot("lesson_1_1")

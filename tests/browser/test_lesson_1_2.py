@@ -31,11 +31,11 @@ def test_the_tree_steps_on_and_back_and_the_panel_follows_its_slider(open_notebo
     said, image = panel.locator(".verdict"), panel.locator(".widget-image").first
     expect(said).to_contain_text("256 of 512 tokens cached", timeout=MEASURED_MS)
     expect(said).to_contain_text("times as long", timeout=MEASURED_MS)
-    before, picture = said.inner_text(), image.get_attribute("src")
+    before, picture = said.text_content(), image.get_attribute("src")
     book.press(panel, "ArrowRight")
     expect(said).to_contain_text("384 of 512 tokens cached", timeout=MEASURED_MS)
     expect(said).to_contain_text("times as long", timeout=MEASURED_MS)
-    assert said.inner_text() != before and image.get_attribute("src") != picture, "neither picture nor verdict followed the key"
+    assert said.text_content() != before and image.get_attribute("src") != picture, "neither picture nor verdict followed the key"
     book.screenshot("lesson_1_2_panel")
 
     stepper = book.cell("Stepper(")

@@ -21,12 +21,12 @@ def test_the_panel_of_the_lesson_measures_the_length_and_the_tier_that_were_chos
     said, image = panel.locator(".verdict"), panel.locator(".widget-image").first
     expect(said).to_contain_text("256 tokens", timeout=MEASURED_MS)
     expect(said).to_contain_text("times as fast", timeout=MEASURED_MS)
-    before, picture = said.inner_text(), image.get_attribute("src")
+    before, picture = said.text_content(), image.get_attribute("src")
     for handle, expected in ((0, "128 tokens"), (1, "loaded from disk")):
         book.press(panel, "ArrowLeft" if handle == 0 else "ArrowRight", handle)
         expect(said).to_contain_text(expected, timeout=MEASURED_MS)
         expect(said).to_contain_text("times as fast", timeout=MEASURED_MS)
-    assert said.inner_text() != before and image.get_attribute("src") != picture, "neither picture nor verdict followed the keys"
+    assert said.text_content() != before and image.get_attribute("src") != picture, "neither picture nor verdict followed the keys"
     assert panel.locator(".widget-image").count() == 1, "one picture, replaced in place"
     image.scroll_into_view_if_needed()
     book.screenshot("lesson_1_3")

@@ -21,10 +21,10 @@ def test_the_panel_of_the_lesson_follows_its_sliders(open_notebook: Callable[...
     said, image = panel.locator(".verdict"), panel.locator(".widget-image").first
     expect(said).to_contain_text("context 8,192, 8 blocks", timeout=MEASURED_MS)
     expect(said).to_contain_text("times as fast", timeout=MEASURED_MS)
-    before, picture = said.inner_text(), image.get_attribute("src")
+    before, picture = said.text_content(), image.get_attribute("src")
     book.press(panel, "ArrowRight")
     expect(said).to_contain_text("context 16,384, 8 blocks", timeout=MEASURED_MS)
     expect(said).to_contain_text("times as fast", timeout=MEASURED_MS)
-    assert said.inner_text() != before and image.get_attribute("src") != picture, "neither picture nor verdict followed the key"
+    assert said.text_content() != before and image.get_attribute("src") != picture, "neither picture nor verdict followed the key"
     book.screenshot("lesson_2_2")
     assert not book.errors

@@ -21,11 +21,11 @@ def test_the_panel_of_the_lesson_follows_its_sliders(open_notebook: Callable[...
     said, image = panel.locator(".verdict"), panel.locator(".widget-image").first
     expect(said).to_contain_text("n = 512, head_dim 64", timeout=MEASURED_MS)
     expect(said).to_contain_text("times as long", timeout=MEASURED_MS)
-    before, picture = said.inner_text(), image.get_attribute("src")
+    before, picture = said.text_content(), image.get_attribute("src")
     book.press(panel, "ArrowLeft")
     expect(said).to_contain_text("n = 256, head_dim 64", timeout=MEASURED_MS)
     expect(said).to_contain_text("times as long", timeout=MEASURED_MS)
-    assert said.inner_text() != before and image.get_attribute("src") != picture, "neither picture nor verdict followed the key"
+    assert said.text_content() != before and image.get_attribute("src") != picture, "neither picture nor verdict followed the key"
     image.scroll_into_view_if_needed()
     book.screenshot("lesson_3_1")
     assert not book.errors

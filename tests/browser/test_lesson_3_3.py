@@ -21,11 +21,11 @@ def test_the_panel_of_the_lesson_measures_where_the_sliders_stop(open_notebook: 
     said, image = panel.locator(".verdict"), panel.locator(".widget-image").first
     expect(said).to_contain_text("context 64, 4 rows, int8", timeout=MEASURED_MS)
     expect(said).to_contain_text("times as fast as 16 bits", timeout=MEASURED_MS)
-    before, picture = said.inner_text(), image.get_attribute("src")
+    before, picture = said.text_content(), image.get_attribute("src")
     book.press(panel, "ArrowRight")
     expect(said).to_contain_text("context 256, 4 rows, int8", timeout=MEASURED_MS)
     expect(said).not_to_contain_text("measuring", timeout=MEASURED_MS)
-    assert said.inner_text() != before and image.get_attribute("src") != picture, "neither picture nor verdict followed the key"
+    assert said.text_content() != before and image.get_attribute("src") != picture, "neither picture nor verdict followed the key"
     image.scroll_into_view_if_needed()
     book.screenshot("lesson_3_3")
     assert not book.errors

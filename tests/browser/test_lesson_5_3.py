@@ -21,11 +21,11 @@ def test_the_panel_measures_the_padded_step_and_the_lanes_go_on(open_notebook: C
     said, image = panel.locator(".verdict, .widget-html").last, panel.locator(".widget-image").first
     expect(panel).to_contain_text("9 rows are computed as 16", timeout=MEASURED_MS)
     expect(panel).to_contain_text("times as long", timeout=MEASURED_MS)
-    before, picture = said.inner_text(), image.get_attribute("src")
+    before, picture = said.text_content(), image.get_attribute("src")
     book.press(panel, "ArrowRight")
     expect(panel).to_contain_text("12 rows are computed as 16", timeout=MEASURED_MS)
     expect(panel).not_to_contain_text("measuring", timeout=MEASURED_MS)
-    assert said.inner_text() != before and image.get_attribute("src") != picture, "neither picture nor verdict followed the key"
+    assert said.text_content() != before and image.get_attribute("src") != picture, "neither picture nor verdict followed the key"
     lanes = book.cell("lanes.timeline_stepper(")
     expect(lanes.locator(".frame")).to_contain_text("1 of 6", timeout=MEASURED_MS)
     lanes.locator("button[title='one frame on'], button:has(.fa-step-forward)").first.click()

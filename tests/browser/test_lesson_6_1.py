@@ -20,10 +20,12 @@ def test_the_sliders_of_the_lesson_give_another_speed_up(open_notebook: Callable
     page = book.page
     panel = book.cell("lab.speedup_panel(bench")
     said, image = panel.locator(".verdict"), panel.locator(".widget-image").first
+    expect(said).to_contain_text("S = ", timeout=MEASURED_MS)
     before = book.found(said, r"E = [\d.]+", MEASURED_MS)
     picture = image.get_attribute("src")
     book.press(panel, "ArrowLeft", times=4)
     expect(said).not_to_contain_text(before, timeout=MEASURED_MS)
+    expect(said).to_contain_text("S = ", timeout=MEASURED_MS)
     assert book.found(said, r"E = [\d.]+", MEASURED_MS) != before
     assert image.get_attribute("src") != picture, "the picture did not follow the key"
     assert panel.locator(".widget-image").count() == 1, "one picture, replaced in place"

@@ -40,13 +40,13 @@ def test_a_panel_follows_its_slider_by_key_and_by_mouse(open_notebook: Callable[
     book.run_all()
     page, said = book.page, book.page.locator(".said").first
     expect(said).to_contain_text("measured")
-    before, first = said.inner_text(), picture(page)
+    before, first = said.text_content(), picture(page)
     handle = page.locator(".jupyter-widgets .noUi-handle").first
     handle.focus()
     page.keyboard.press("ArrowRight")
     expect(said).to_contain_text("80 rows: measured")
     second = picture(page)
-    assert said.inner_text() != before and second != first, "the picture did not follow the key"
+    assert said.text_content() != before and second != first, "the picture did not follow the key"
 
     box = handle.bounding_box()
     x, y = box["x"] + box["width"] / 2, box["y"] + box["height"] / 2
@@ -106,7 +106,7 @@ def test_a_prediction_is_committed_and_revealed_and_a_red_check_is_readable(open
     red = page.locator(".jp-CodeCell").nth(2).locator(".jp-OutputArea")
     expect(red).to_contain_text("Tested: yours, ridge_of(flops, bandwidth), from cell In[3]")
     expect(red).to_contain_text("got 20, expected 5")
-    assert "Traceback" not in red.inner_text() and not book.errors
+    assert "Traceback" not in red.text_content() and not book.errors
     book.screenshot("predict_and_check")
     kept = json.loads((book.path.parent / ".progress/progress.json").read_text())
     assert kept["predictions"]["0.1 ridge"]["value"] == 20

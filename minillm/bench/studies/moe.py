@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from minillm.bench.study import Bar
-from minillm.model.layers import MLP
+from minillm.model.experts import Places
+from minillm.model.layers import MLP, PLAIN
 from minillm.model.moe import MoE, Router
 from minillm.model.moe_config import MoEConfig
 from minillm.perf.hardware import fast_dtype
@@ -42,10 +43,12 @@ def floor(read: str, dense: str) -> Callable[[Mapping[str, float]], float]:
 
 BARS = (
     Bar("loop over tokens / grouped, 32 tokens", ratio("loop", "grouped", 32), at_least=5.0),
-    Bar("grouped / dense of equal active size, 512 tokens, float32", ratio("f32_grouped", "f32_dense", MANY), at_most=1.5),
-    Bar("its floor: reading the experts / dense, at least 1, float32", floor("f32_read", f"f32_dense_{MANY}")),
-    Bar("grouped / dense of equal active size, 512 tokens", ratio("grouped", "dense", MANY)),
+    Bar("grouped / dense of equal active size, 512 tokens", ratio("grouped", "dense", MANY), at_most=1.5),
+    Bar("of it the experts' products", ratio("products", "dense", MANY)),
     Bar("its floor: reading the experts / dense, at least 1", floor("read", f"dense_{MANY}")),
+    Bar("grouped / dense of equal active size, 512 tokens, float32", ratio("f32_grouped", "f32_dense", MANY), at_most=1.5),
+    Bar("of it the experts' products, float32", ratio("f32_products", "f32_dense", MANY)),
+    Bar("its floor: reading the experts / dense, at least 1, float32", floor("f32_read", f"f32_dense_{MANY}")),
     *(Bar(f"loop over tokens / grouped, {n} tokens", ratio("loop", "grouped", n)) for n in (1, 8)),
     *(Bar(f"grouped / dense of equal active size, {n} tokens", ratio("grouped", "dense", n)) for n in (1, 8, 32, 128)),
     Bar("distinct experts, 32 tokens", lambda r: r["touched_32"]),
@@ -88,6 +91,21 @@ class Layers:
     def ways(self) -> dict[str, Callable[[Tensor], Tensor]]:
         return {"grouped": self.moe, "loop": lambda x: by_token(self.moe, self.experts, x), "dense": self.dense}
 
+    def products(self, tokens: int) -> Callable[[Tensor], Tensor]:
+        """The two products of a mixture alone: routed, sorted and activated beforehand, whatever it is then given."""
+        moe, x = self.moe, self.inputs(tokens)
+        experts, _ = moe.router(x)
+        counts = experts.flatten().bincount(minlength=moe.moe.num_experts)
+        places = Places.find(experts, counts, moe.gate_up.runs(counts.tolist()))
+        rows = x.index_select(0, places.tokens)
+        inner = PLAIN.swiglu(moe.gate_up(rows, places))
+
+        def run(_: Tensor) -> Tensor:
+            moe.gate_up(rows, places)
+            return moe.down(inner, places)
+
+        return run
+
 
 def by_token(layer: MoE, experts: Sequence[MLP], x: Tensor) -> Tensor:
     """The same output one token after the other: every expert's weights are read for every token that goes to it."""
@@ -129,6 +147,8 @@ def measure(state: State, turn: int, repeats: int = 5) -> dict[str, float]:
 def _turns(layers: Layers, tokens: int, turn: int, repeats: int) -> dict[str, float]:
     """Seconds of each way, the best of some repeats, in an order that rotates with turn."""
     ways = [(name, run) for name, run in layers.ways().items() if name != "loop" or tokens <= LOOPED]
+    if tokens == MANY:
+        ways.append(("products", layers.products(tokens)))
     x = layers.inputs(tokens)
     found = {}
     for i in range(len(ways)):

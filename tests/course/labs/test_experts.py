@@ -95,7 +95,12 @@ def test_the_study_measures_every_way_and_its_bars_are_read_from_that(monkeypatc
     found = study.measure(study.State(layers, layers), 1, repeats=1)
     assert {"loop_32", "grouped_512", "dense_512", "touched_32", "f32_grouped_512"} < set(found) and "loop_128" not in found
     assert all(bar.value(found) > 0 for bar in study.BARS)
-    found |= {"loop_32": 6.0, "grouped_32": 1.0, "f32_grouped_512": 3.0, "f32_dense_512": 1.5, "f32_read": 1.2}
-    assert [bar.judge([found])["met"] for bar in study.BARS[:3]] == [True, False, None]
-    assert study.BARS[2].value(found) == 1.0, "the dense layer's arithmetic takes longer than reading all experts"
-    assert study.BARS[2].value(found | {"f32_read": 3.0}) == 2.0
+    assert {"products_512", "f32_products_512"} < set(found) and "products_32" not in found
+    found |= {"loop_32": 6.0, "grouped_32": 1.0, "grouped_512": 3.0, "dense_512": 1.5, "read": 1.2}
+    assert [bar.judge([found])["met"] for bar in study.BARS[:2]] == [True, False]
+    judged = {bar.name: bar for bar in study.BARS}
+    floor = judged["its floor: reading the experts / dense, at least 1"]
+    assert floor.value(found) == 1.0, "the dense layer's arithmetic takes longer than reading all experts"
+    assert floor.value(found | {"read": 3.0}) == 2.0
+    exact = judged["grouped / dense of equal active size, 512 tokens, float32"]
+    assert exact.judge([found | {"f32_grouped_512": 3.0, "f32_dense_512": 1.5}])["met"] is False
