@@ -47,8 +47,8 @@ def copy_slots(store: KVStore, num_layers: int, source: Tensor, target: Tensor) 
 
 
 def recounted(store: KVStore, work: Work) -> Work:
-    """Work that was counted for KV in the model's dtype, as this store keeps it: a store of other bytes has a ``recount(work)`` of
-    its own."""
+    """Work that was counted for KV in the model's dtype, as this store keeps it: a store of other bytes has a ``recount(work)``
+    of its own."""
     recount = getattr(store, "recount", None)
     counted: Work = work if recount is None else recount(work)
     return counted
