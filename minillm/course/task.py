@@ -87,7 +87,7 @@ class Task:
 
 
 def all_tasks() -> tuple[Task, ...]:
-    """Every task of the course in order: ``TASKS`` of each module minillm/course/tasks/ex_<chapter>_<section>.py."""
+    """Every task of the course in order: ``TASKS`` of each minillm/course/tasks/ex_<chapter>_<section>."""
     from minillm.course import tasks
 
     modules = [importlib.import_module(f"{tasks.__name__}.{m.name}") for m in pkgutil.iter_modules(tasks.__path__)]
@@ -95,7 +95,7 @@ def all_tasks() -> tuple[Task, ...]:
 
 
 def find_task(id: Any) -> Task:
-    """The task with this id, a text; imports only its own module. ValueError names the tasks that exist."""
+    """The task with this id, a text; imports only its own exercise. ValueError names the tasks that exist."""
     match = ID.fullmatch(id) if isinstance(id, str) else None
     if match:
         name = f"minillm.course.tasks.ex_{match[1]}_{match[2]}"

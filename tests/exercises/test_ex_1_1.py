@@ -11,8 +11,10 @@ import torch
 from minillm import SamplingParams
 from minillm.course.checks import CheckFailed, check
 from minillm.course.mine import mine, rooms
-from minillm.course.tasks import ex_1_1
-from minillm.course.tasks.ex_1_1 import BREAK, CORE, TASKS, TINY, Traffic
+from minillm.course.tasks.ex_1_1 import TASKS
+from minillm.course.tasks.ex_1_1.broken import BREAK
+from minillm.course.tasks.ex_1_1.common import TINY, oracle
+from minillm.course.tasks.ex_1_1.core import CORE, Traffic
 from minillm.model.transformer import Transformer
 
 from .conftest import written
@@ -83,7 +85,7 @@ def test_the_oracle_is_attention():
     q, k, v = torch.randn(6, 8), torch.randn(5, 2, 8), torch.randn(5, 2, 8)
     heads_first = [x.transpose(0, 1) for x in (q[None], k, v)]
     expected = torch.nn.functional.scaled_dot_product_attention(*heads_first, enable_gqa=True)[:, 0]
-    torch.testing.assert_close(ex_1_1.oracle(q, k, v), expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(oracle(q, k, v), expected, rtol=1e-5, atol=1e-5)
 
 
 def test_the_shipped_fault_is_right_for_prompts_and_red_at_the_first_decoded_token():

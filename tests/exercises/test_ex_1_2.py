@@ -14,9 +14,12 @@ import pytest
 from minillm import SamplingParams
 from minillm.course.checks import CheckFailed, check
 from minillm.course.mine import mine, rooms
-from minillm.course.tasks import ex_1_2
-from minillm.course.tasks.ex_1_1 import TINY
-from minillm.course.tasks.ex_1_2 import BREAK, CORE, TASKS, Chains, Prefixes, Token
+from minillm.course.tasks.ex_1_1.common import TINY
+from minillm.course.tasks.ex_1_2 import TASKS
+from minillm.course.tasks.ex_1_2.broken import BREAK, _names_engine
+from minillm.course.tasks.ex_1_2.common import Prefixes, Token
+from minillm.course.tasks.ex_1_2.core import CORE
+from minillm.course.tasks.ex_1_2.stretch import Chains
 from minillm.model.transformer import Transformer
 
 ROOM = {"prefix cache": "minillm"}
@@ -76,7 +79,7 @@ def test_the_shipped_names_are_right_for_prompts_that_begin_alike(wrong):
 def test_the_shipped_names_change_an_answer_inside_the_engine(wrong):
     """The harm is real: on the tiny model, too, a guest gets another guest's tokens."""
     with pytest.raises(AssertionError, match="tokens of four prompts"):
-        ex_1_2._names_engine(wrong.shipped)
+        _names_engine(wrong.shipped)
 
 
 def test_the_oracle_counts_what_can_be_evicted():

@@ -10,8 +10,10 @@ from minillm import SamplingParams
 from minillm.course.checks import run_checks
 from minillm.course.mine import mine
 from minillm.course.progress import Progress
-from minillm.course.tasks import ex_1_3
-from minillm.course.tasks.ex_1_3 import BREAK, TASKS, TINY
+from minillm.course.tasks.ex_1_3 import TASKS
+from minillm.course.tasks.ex_1_3.broken import BREAK
+from minillm.course.tasks.ex_1_3.common import FIRST, SECOND, TINY
+from minillm.course.tasks.ex_1_3.core import _attention, _best, _offer
 from minillm.model.transformer import Transformer
 from minillm.perf.transfer import Link, LoadOffer, load_or_recompute
 
@@ -23,8 +25,8 @@ def test_the_oracle_of_the_core_is_the_engines_rule():
     for _ in range(100):
         tiers = [draw.choice(["host", "disk"]) for _ in range(draw.randrange(9))]
         links = {name: Link(2 ** draw.uniform(6, 12), draw.uniform(0, 30)) for name in ("host", "disk")}
-        o = ex_1_3._offer(tiers, ex_1_3._attention, draw.randrange(60), draw.randrange(1, 40), **links)
-        assert ex_1_3._best(o) == load_or_recompute(LoadOffer(**vars(o)))
+        o = _offer(tiers, _attention, draw.randrange(60), draw.randrange(1, 40), **links)
+        assert _best(o) == load_or_recompute(LoadOffer(**vars(o)))
 
 
 def test_the_shipped_fault_is_red_where_a_block_is_about_to_be_read():
@@ -45,7 +47,7 @@ def test_mine_decides_with_the_learners_function(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("minillm.course.mine.my_options", lambda *_: TASKS[0].seam.build(never))
     options = {"prefix_cache": "radix", "host_cache": 10**6, "num_blocks": 4, "block_size": 4, "dtype": "float32"}
     llm = mine(Transformer.random(TINY), progress=Progress(tmp_path / "progress"), tasks=TASKS, **options)
-    for prompt in (ex_1_3.FIRST, ex_1_3.SECOND, ex_1_3.FIRST):
+    for prompt in (FIRST, SECOND, FIRST):
         (out,) = llm.generate([prompt], SamplingParams(max_tokens=1, ignore_eos=True))
     assert len(calls) == 1 and out.num_loaded_tokens == 0 and "load or recompute" in capsys.readouterr().out
 

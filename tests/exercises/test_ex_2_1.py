@@ -7,7 +7,8 @@ import torch
 
 from minillm.course.checks import CheckFailed, check
 from minillm.course.progress import Progress
-from minillm.course.tasks.ex_2_1 import BREAK, STRETCH
+from minillm.course.tasks.ex_2_1.broken import BREAK
+from minillm.course.tasks.ex_2_1.stretch import STRETCH
 
 
 @pytest.fixture
@@ -35,7 +36,7 @@ def test_the_fault_makes_a_token_depend_on_its_batch_mates():
 
 
 def test_the_oracle_of_the_stretch_saturates_instead_of_overflowing():
-    from minillm.course.tasks.ex_2_1 import _e4m3
+    from minillm.course.tasks.ex_2_1.stretch import _e4m3
 
     assert _e4m3(torch.tensor([500.0, float("inf"), -1e30, 0.3])).tolist() == [448.0, 448.0, -448.0, 0.3125]
     assert len(STRETCH.checks) == 8

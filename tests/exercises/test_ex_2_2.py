@@ -9,7 +9,9 @@ import pytest
 from minillm import SamplingParams
 from minillm.course.checks import CheckFailed, check
 from minillm.course.mine import mine
-from minillm.course.tasks.ex_2_2 import BREAK, CORE, TASKS, TINY, keys_oracle
+from minillm.course.tasks.ex_2_2 import TASKS
+from minillm.course.tasks.ex_2_2.broken import BREAK, keys_oracle
+from minillm.course.tasks.ex_2_2.core import CORE, TINY
 from minillm.model.transformer import Transformer
 
 from .conftest import written

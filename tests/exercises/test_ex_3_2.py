@@ -11,7 +11,10 @@ import torch
 from minillm import SamplingParams
 from minillm.course.checks import CheckFailed, check
 from minillm.course.mine import mine
-from minillm.course.tasks.ex_3_2 import BREAK, CORE, TASKS, TINY
+from minillm.course.tasks.ex_3_2 import TASKS
+from minillm.course.tasks.ex_3_2.broken import BREAK
+from minillm.course.tasks.ex_3_2.common import TINY
+from minillm.course.tasks.ex_3_2.core import CORE
 from minillm.model.transformer import Transformer
 
 from .conftest import written

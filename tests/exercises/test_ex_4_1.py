@@ -10,7 +10,12 @@ import pytest
 
 from minillm import LLM, SamplingParams
 from minillm.course.checks import run_checks
-from minillm.course.tasks.ex_4_1 import BREAK, PROMPTS, STRETCH, TASKS, TINY, InEngine, _life, _lines_run
+from minillm.course.tasks.ex_1_1.common import TINY
+from minillm.course.tasks.ex_4_1 import TASKS
+from minillm.course.tasks.ex_4_1.broken import BREAK
+from minillm.course.tasks.ex_4_1.common import PROMPTS
+from minillm.course.tasks.ex_4_1.core import InEngine
+from minillm.course.tasks.ex_4_1.stretch import STRETCH, _life, _lines_run
 from minillm.model.transformer import Transformer
 
 

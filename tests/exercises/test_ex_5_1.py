@@ -10,7 +10,11 @@ import pytest
 from minillm import SamplingParams
 from minillm.course.checks import CheckFailed, check, run_checks
 from minillm.course.mine import mine, rooms
-from minillm.course.tasks.ex_5_1 import BREAK, CORE, TASKS, TINY, Long
+from minillm.course.tasks.ex_5_1 import TASKS
+from minillm.course.tasks.ex_5_1.broken import BREAK
+from minillm.course.tasks.ex_5_1.common import TINY
+from minillm.course.tasks.ex_5_1.core import CORE
+from minillm.course.tasks.ex_5_1.stretch import Long
 from minillm.model.transformer import Transformer
 
 from .conftest import written

@@ -8,8 +8,10 @@ from minillm import SamplingParams
 from minillm.course.checks import check
 from minillm.course.mine import mine, rooms
 from minillm.course.progress import Progress
-from minillm.course.tasks import ex_5_2
-from minillm.course.tasks.ex_5_2 import CORE, TASKS, TINY
+from minillm.course.tasks.ex_5_2 import TASKS
+from minillm.course.tasks.ex_5_2.common import TINY
+from minillm.course.tasks.ex_5_2.core import CORE
+from minillm.course.tasks.ex_5_2.stretch import _largest, _linear, _with_context
 from minillm.engine.policies import Continuous
 from minillm.model.transformer import Transformer
 
@@ -51,8 +53,8 @@ def test_the_engines_own_policy_is_no_answer_to_the_core() -> None:
 
 
 def test_the_largest_chunk_is_monotone_in_the_promise() -> None:
-    for price in (ex_5_2._linear, ex_5_2._with_context):
-        found = [ex_5_2._largest(price, 3, 120, itl) for itl in range(0, 300, 7)]
+    for price in (_linear, _with_context):
+        found = [_largest(price, 3, 120, itl) for itl in range(0, 300, 7)]
         assert found == sorted(found) and found[0] == 0 and found[-1] == 120
         costs = [price(3, c, 120 - c) for c in range(1, 121)]
         assert costs == sorted(costs), "a larger chunk never makes the last piece cheaper"

@@ -10,7 +10,9 @@ from minillm import SamplingParams, Transformer
 from minillm.course.checks import check
 from minillm.course.mine import mine, rooms
 from minillm.course.progress import Progress
-from minillm.course.tasks.ex_5_3 import CORE, TASKS, TINY, _spans
+from minillm.course.tasks.ex_5_3 import TASKS
+from minillm.course.tasks.ex_5_3.core import CORE, TINY
+from minillm.course.tasks.ex_5_3.stretch import _spans
 
 from .conftest import written
 

@@ -9,7 +9,9 @@ from minillm import SamplingParams
 from minillm.course.checks import check
 from minillm.course.mine import mine, rooms
 from minillm.course.progress import Progress
-from minillm.course.tasks.ex_6_1 import CORE, PROMPTS, TASKS, TINY, _true_rule
+from minillm.course.tasks.ex_6_1 import TASKS
+from minillm.course.tasks.ex_6_1.common import PROMPTS, TINY, true_rule
+from minillm.course.tasks.ex_6_1.core import CORE
 from minillm.model.transformer import Transformer
 from minillm.spec.verify import accept_or_replace
 
@@ -44,4 +46,4 @@ def test_the_oracle_of_the_rule_is_the_engines() -> None:
         p, q = (torch.softmax(4 * torch.randn(5, generator=generator, dtype=torch.float64), -1) for _ in range(2))
         u, w = torch.rand(2, generator=generator, dtype=torch.float64).tolist()
         for token in range(5):
-            assert accept_or_replace(p, q, token, u, w) == _true_rule(p, q, token, u, w)
+            assert accept_or_replace(p, q, token, u, w) == true_rule(p, q, token, u, w)

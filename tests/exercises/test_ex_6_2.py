@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from minillm.course.tasks.ex_6_2 import BREAK, _drafting, _first, _lookup
+from minillm.course.tasks.ex_6_2.broken import BREAK, _drafting, _first
+from minillm.course.tasks.ex_6_2.core import _lookup
 from minillm.spec.ngram import NgramProposer
 
 

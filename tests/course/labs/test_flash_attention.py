@@ -11,7 +11,7 @@ from minillm import LLM, SamplingParams, kernels
 from minillm.course.labs import flash_attention as lab
 from minillm.course.plots import png
 from minillm.course.rowwise import RowwiseAttention
-from minillm.course.tasks.ex_3_1 import oracle
+from minillm.course.tasks.ex_3_1.common import oracle
 from minillm.model.config import ModelConfig
 from minillm.model.transformer import Transformer
 from minillm.perf.hardware import Hardware
