@@ -59,7 +59,7 @@ def overhead(llm: LLM, prompts: Sequence[Sequence[int]], new: int) -> dict[str, 
         ("scheduler", engine.scheduler, "schedule"), ("scheduler", engine.scheduler, "update"),
         ("sampler", runner_module, "sample"), ("detokenizer", engine, "_advance"),
         ("meter", runner.model, "work"), ("meter", engine.meter, "record"),
-        ("meter", engine, "_count"), ("meter", engine, "_kv_bytes"),
+        ("meter", engine.accounts, "counts"), ("meter", engine.accounts, "kv_bytes"),
     ]  # fmt: skip
     with _decoding(llm, prompts, new + 1), ExitStack() as wrapped:
         for name, owner, method in parts:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-from collections import Counter
 from typing import Callable, Iterable, Sequence
 
 from minillm.attention.window import Window
 from minillm.cache.block_pool import NULL_BLOCK, BlockPool
+from minillm.cache.copies import Copies
 from minillm.cache.prefix import PrefixCache
 from minillm.cache.snapshot import CacheSnapshot
 from minillm.cache.tiered import Found, TieredCache
@@ -45,8 +45,7 @@ class CacheManager:
         self.tiers = prefix if isinstance(prefix, TieredCache) else None
         self.window = window
         self.reserve = reserve
-        self._copies: dict[int, int] = {}  # target: source, which stays referenced until the copy has run
-        self._sources: Counter[int] = Counter()  # those references, of copies that are planned or in flight
+        self.copies = Copies(pool, self.release)
 
     def blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
@@ -61,11 +60,6 @@ class CacheManager:
     def capacity(self) -> int:
         """Tokens that fit when one request has the whole pool."""
         return self.pool.num_blocks * self.block_size
-
-    @property
-    def copies(self) -> list[tuple[int, int]]:
-        """(source, target) blocks to copy before anything is computed in the next step."""
-        return [(source, target) for target, source in self._copies.items()]
 
     def match(self, request: Request) -> list[int]:
         """Cached blocks for a request without KV. One token is always left to compute: its logits are needed."""
@@ -152,7 +146,7 @@ class CacheManager:
         hit tokens of them are computed (all, unless said).
 
         Returns the fresh blocks, or None with nothing changed when the pool cannot give them. Copy on write: a block of several
-        holders that is about to be written to is replaced by a fresh one, and ``copies`` says so.
+        holders that is about to be written to is replaced by a fresh one, and ``copies.planned`` says so.
         """
         if not matched and self._has_room(request, num_tokens):
             return []
@@ -161,7 +155,7 @@ class CacheManager:
         first = (start if matched else request.num_computed_tokens) // self.block_size
         others = 0 if matched else 1  # holders of a block that nobody but this request has
         written = range(first, min(self.blocks_for(num_tokens), len(table)))
-        shared = [i for i in written if self._holders(table[i]) > others]
+        shared = [i for i in written if self.copies.holders(table[i]) > others]
         total = self.blocks_for(num_tokens if self.reserve is None else max(num_tokens, self.reserve(request)))
         need = len(shared) + max(0, total - len(table))
         self._make_room(need, protected=set(matched))
@@ -170,47 +164,11 @@ class CacheManager:
             return None
         self.pool.acquire(b for b in matched if b != NULL_BLOCK)
         for i, target in zip(shared, fresh, strict=False):
-            self._copy(table[i], target)
+            self.copies.plan(table[i], target)
+            self.release([table[i]])
             table[i] = target
         request.blocks[:] = table + fresh[len(shared) :]
         return fresh
-
-    def _copy(self, block: int, target: int) -> None:
-        """The holder of a shared block gets a copy in its place. What is itself still to be copied has its content elsewhere."""
-        self._copies[target] = source = self._copies.get(block, block)
-        self._keep_source(source)
-        self.release([block])
-
-    def _holders(self, block: int) -> int:
-        """Requests that have the block in their tables. A copy of it reads what nobody writes any more: it is no holder."""
-        return self.pool.ref_count(block) - self._sources[block]
-
-    def _keep_source(self, block: int) -> None:
-        self.pool.acquire([block])
-        self._sources[block] += 1
-
-    def _release_sources(self, blocks: Iterable[int]) -> None:
-        blocks = list(blocks)
-        self._sources.subtract(blocks)
-        self._sources += Counter()  # forget those that nobody copies any more
-        self.release(blocks)
-
-    def copies_launched(self) -> None:
-        """The copies are on their way, with a step that hands them back in the end, done or not."""
-        self._copies = {}
-
-    def copies_done(self, copies: Sequence[tuple[int, int]]) -> None:
-        self._release_sources(source for source, _ in copies)
-
-    def copies_failed(self, copies: Sequence[tuple[int, int]]) -> None:
-        """Nobody knows which of them have run: they are to run again. Those of the youngest step first."""
-        for source, target in copies:
-            for other, its_source in self._copies.items():
-                if its_source == target:  # which has not got its content
-                    self._copies[other] = source
-                    self._keep_source(source)
-                    self._release_sources([target])
-            self._copies[target] = source
 
     def _has_room(self, request: Request, num_tokens: int) -> bool:
         """Whether a running request holds what it needs, and alone where it writes: so it is in nearly every decoding step."""
@@ -298,15 +256,10 @@ class CacheManager:
         try:
             keep = [b for b in blocks if self.prefix.holds(b)]
         finally:  # a prefix cache that raises costs its prefix, not the blocks
-            freed = self.pool.release(blocks, keep)
-            sources = [self._copies.pop(b) for b in freed if b in self._copies]
-            if sources:
-                self._release_sources(sources)
+            self.copies.forget(self.pool.release(blocks, keep))
 
     def tokens_without_slots(self, requests: Iterable[Request]) -> int:
         """Computed tokens of these requests without a slot of their own: another request has it, or the window left it behind."""
         gone = sum(r.blocks.count(NULL_BLOCK) for r in requests) if self.window.size is not None else 0
-        # what is shared is full: a partial block is replaced before it is written to. The source of a copy is held by its copy as
-        # well, and by nobody else where its last request has gone.
-        copied = sum(n if self._holders(block) else n - 1 for block, n in self._sources.items())
-        return (gone + self.pool.num_shared - copied) * self.block_size
+        # what is shared is full: a partial block is replaced before it is written to
+        return (gone + self.pool.num_shared - self.copies.num_sharing) * self.block_size

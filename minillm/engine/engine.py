@@ -7,7 +7,7 @@ import logging
 from collections import deque
 from concurrent.futures import wait
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Sequence
 
@@ -16,27 +16,20 @@ import numpy as np
 from minillm.attention.torch_backend import precision_name
 from minillm.cache.snapshot import CacheSnapshot
 from minillm.config import EngineConfig
+from minillm.engine.accounts import Accounts
 from minillm.engine.admission import Admission, TokenizerLike, check_tokenizer
 from minillm.engine.assembly import assemble
 from minillm.engine.detokenizer import Detokenizer
+from minillm.engine.live import Live
 from minillm.engine.overlap import Flight, Inline, OneAhead
 from minillm.engine.request import Request, RequestOutput, Status
-from minillm.engine.runner import Step
 from minillm.engine.sampler import Sampled
-from minillm.engine.scheduler import Scheduler, SchedulerOutput
+from minillm.engine.scheduler import Scheduler
 from minillm.model.transformer import Transformer
-from minillm.perf.meter import Meter, StepCounts
+from minillm.perf.meter import Meter
 from minillm.sampling_params import MAX_SEED, SamplingParams
 
 log = logging.getLogger("minillm")
-
-
-@dataclass(frozen=True)
-class Live:
-    """A request that has not ended, with its growing text."""
-
-    request: Request
-    text: Detokenizer
 
 
 class Engine:
@@ -59,6 +52,7 @@ class Engine:
         self.pipeline = OneAhead() if options.overlap else Inline()
         self._flights: deque[Flight] = deque()
         self.meter = Meter(self.weight_bytes, self.cache.capacity * self.store.bytes_per_token)
+        self.accounts = Accounts(self.meter, self.scheduler, self.store.bytes_per_token)
         self._live: dict[str, Live] = {}
         self._held: list[RequestOutput] = []
         self._names = itertools.count()
@@ -165,7 +159,7 @@ class Engine:
         if self.speculation:
             plan = self.speculation.extend(plan, self.cache, self.options.max_num_batched_tokens)
         step = self.runner.prepare(plan)
-        counts = self._count(plan, step)
+        counts = self.accounts.counts(plan, step)
         before = self._flights[-1] if self._flights else None
         self.scheduler.launched(plan)
         self._flights.append(Flight(plan, counts, step, self.pipeline.submit(self.runner.run, step, before)))
@@ -212,7 +206,7 @@ class Engine:
                 faults.append(fault)
         self.meter.record(flight.counts, work, output_tokens=given, accepted=accepted, wasted=wasted)
         self.meter.route(result.expert_counts)
-        self._weigh()
+        self.accounts.weigh()
         if faults:
             raise faults[0]
 
@@ -259,8 +253,8 @@ class Engine:
             try:
                 self.scheduler.finish(live.request, "abort")
             finally:
-                self._weigh()
-                mine.append(self._output(live.request))
+                self.accounts.weigh()
+                mine.append(self._output(live))
                 self._settle()
         return replace(mine[-1], delta="".join(o.delta for o in mine)) if mine else None
 
@@ -278,72 +272,18 @@ class Engine:
 
     def _advance(self, request: Request, tokens: Sequence[Sampled]) -> RequestOutput:
         """Give a request its next tokens, up to the one that ends it."""
+        live = self._live[request.request_id]
         for sampled in tokens:
-            self._append(request, sampled)
-            if request.status is Status.FINISHED:
+            reason = live.take(sampled)
+            if reason is not None:
+                self.scheduler.finish(request, reason)
                 break
-        return self._output(request)
+        return self._output(live)
 
-    def _append(self, request: Request, sampled: Sampled) -> None:
-        text = self._live[request.request_id].text
-        request.token_ids.append(sampled.token_id)
-        if sampled.logprobs is not None:
-            request.logprobs.append(sampled.logprobs)
-        if sampled.token_id in request.stop_ids:
-            self.scheduler.finish(request, "stop")
-        else:
-            text.feed(sampled.token_id)
-            if text.stopped:
-                self.scheduler.finish(request, "stop")
-            elif request.num_output_tokens >= request.max_tokens:
-                text.finish()  # what half a character held back may still complete a stop string
-                self.scheduler.finish(request, "stop" if text.stopped else "length")
-
-    def _output(self, request: Request) -> RequestOutput:
+    def _output(self, live: Live) -> RequestOutput:
         """The request as its caller sees it. A finished one is forgotten here."""
-        text = self._live[request.request_id].text
+        output, request = live.output(), live.request
         if request.status is Status.FINISHED:
-            text.finish()
             del self._live[request.request_id]
             self._forget(request)
-        logprobs = tuple(request.logprobs[: len(text.token_ids)]) if request.params.logprobs is not None else None
-        return RequestOutput(
-            request_id=request.request_id, prompt_token_ids=tuple(request.token_ids[: request.prompt_len]),
-            token_ids=text.token_ids, text=text.text, delta=text.take_delta(),
-            finish_reason=request.finish_reason, logprobs=logprobs, num_cached_tokens=request.num_cached_tokens,
-            num_loaded_tokens=request.num_loaded_tokens,
-            drafts=request.drafts,
-        )  # fmt: skip
-
-    def _count(self, plan: SchedulerOutput, step: Step) -> StepCounts:
-        """The scheduler's side of the step's counts, taken before the step moves anybody on."""
-        requests = [s.request for s in plan.scheduled]
-        decoding = [r for r in self.scheduler.running if r.num_tokens > r.prompt_len and r.num_left]
-        if any(r.num_computed_tokens < r.prompt_len for r in requests) and self.scheduler.keep_kv:
-            stalled = len(decoding)
-        else:
-            scheduled = set(map(id, requests))
-            stalled = sum(id(r) not in scheduled for r in decoding)
-        allocated, live = self._kv_bytes(plan.num_tokens)
-        return StepCounts(
-            tokens=plan.num_tokens, reused_tokens=sum(r.num_computed_tokens for r in requests),
-            prefix_tokens=sum(r.num_cached_tokens for r in plan.admitted),
-            loaded_tokens=sum(r.num_loaded_tokens for r in plan.admitted),
-            padded_tokens=plan.padded_tokens + step.padding,
-            rows=len(requests), padded_rows=plan.padded_rows + step.padding,
-            idle_rows=self.options.max_num_seqs - len(requests) - plan.padded_rows - step.padding,
-            stalled_tokens=stalled, sampled_rows=len(step.seats), kv_allocated=allocated, kv_live=live,
-            drafted=sum(len(seat.draft) for seat in step.seats),
-        )  # fmt: skip
-
-    def _weigh(self) -> None:
-        """After requests gave blocks back: what is held, and what went to and came from the tiers."""
-        self.meter.hold_kv(*self._kv_bytes())
-        if self.cache.tiers is not None:
-            self.meter.move_tiers(*self.cache.tiers.take_traffic())
-
-    def _kv_bytes(self, computing: int = 0) -> tuple[int, int]:
-        """Bytes of KV allocated and live, now or while a step computes that many tokens."""
-        allocated = self.cache.pool.num_referenced * self.cache.block_size
-        live = self.scheduler.num_live_tokens + computing - self.cache.tokens_without_slots(self.scheduler.running)
-        return allocated * self.store.bytes_per_token, live * self.store.bytes_per_token
+        return output

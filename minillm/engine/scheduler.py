@@ -112,7 +112,7 @@ class Scheduler:
         if len(admitted) == len(self.running):
             self._batch_size = len(admitted)
         tokens, rows = self._padding(scheduled)
-        output = SchedulerOutput(scheduled, [s.request for s in admitted], preempted, self.cache.copies, tokens, rows)
+        output = SchedulerOutput(scheduled, [s.request for s in admitted], preempted, self.cache.copies.planned, tokens, rows)
         for observe in self.observers if scheduled else ():
             observe(output)
         return output
@@ -231,7 +231,7 @@ class Scheduler:
 
     def launched(self, output: SchedulerOutput) -> None:
         """The step is on its way: the next one may be planned on its tokens, computed or sampled."""
-        self.cache.copies_launched()
+        self.cache.copies.launched()
         self.num_live_tokens += output.num_tokens
         for s in output.scheduled:
             request = s.request
@@ -245,7 +245,7 @@ class Scheduler:
         try:
             self._land(output)
         finally:
-            self.cache.copies_done(output.copies)
+            self.cache.copies.done(output.copies)
         if not self.keep_kv:
             for s in output.scheduled:
                 self.cache.free(s.request)
@@ -265,7 +265,7 @@ class Scheduler:
                 self._set_computed(s.request, s.start)
             else:
                 s.request.num_computed_tokens = s.start
-        self.cache.copies_failed(output.copies)
+        self.cache.copies.failed(output.copies)
         self._land(output)
 
     def _land(self, output: SchedulerOutput) -> None:

@@ -48,7 +48,7 @@ class Speculation:
             return plan
         drafts = dict(zip(decoding, self._checked(self.proposer.propose(decoding, lengths), decoding, lengths), strict=True))
         scheduled = [s.with_draft(drafts.get(s.request, NO_DRAFT)) for s in plan.scheduled]
-        return replace(plan, scheduled=scheduled, copies=cache.copies)  # slots for drafts may have asked for more of them
+        return replace(plan, scheduled=scheduled, copies=cache.copies.planned)  # slots for drafts may have asked for more of them
 
     def _reserve(self, request: Request, share: int, cache: CacheManager) -> int:
         """Tokens to draft for this request, with slots for them."""

@@ -146,7 +146,7 @@ def test_an_interrupted_step_makes_its_copies_again():
     engine.runner.backend.forward = interrupted
     with pytest.raises(KeyboardInterrupt):
         engine.step()
-    assert engine.cache.copies == [(3, 4)] and engine.cache.pool.ref_count(3) == 2, "the source waits for its copy"
+    assert engine.cache.copies.planned == [(3, 4)] and engine.cache.pool.ref_count(3) == 2, "the source waits for its copy"
     engine.abort(names[0])
     assert run_to_end(engine)[names[1]].token_ids == greedy(PROMPT, 5)
     assert engine.cache.pool.num_free == engine.cache.pool.num_blocks
@@ -207,7 +207,7 @@ def test_a_copy_that_the_pool_cannot_give_changes_nothing():
     m, first, second = pair(num_blocks=2)
     blocks, hit = m.fork(second)
     assert m.allocate(second, 6, blocks, hit) is None
-    assert second.blocks == [] and m.copies == [] and [m.pool.ref_count(b) for b in (1, 2)] == [1, 1]
+    assert second.blocks == [] and m.copies.planned == [] and [m.pool.ref_count(b) for b in (1, 2)] == [1, 1]
     m.pool.check()
 
 
@@ -216,10 +216,10 @@ def test_a_block_that_is_only_copied_is_written_to_in_place(launched):
     m, first, second = pair()
     blocks, hit = m.fork(second)
     m.allocate(second, 6, blocks, hit)
-    copies = m.copies
+    copies = m.copies.planned
     if launched:
-        m.copies_launched()
-    assert m.allocate(first, 8) == [] and first.blocks == [1, 2] and m.copies == ([] if launched else copies)
+        m.copies.launched()
+    assert m.allocate(first, 8) == [] and first.blocks == [1, 2] and m.copies.planned == ([] if launched else copies)
 
 
 @pytest.mark.parametrize("launched", [False, True])
@@ -227,16 +227,16 @@ def test_a_copy_that_is_still_to_run_shares_no_tokens(launched):
     m, first, second = pair()
     blocks, hit = m.fork(second)
     m.allocate(second, 6, blocks, hit)
-    copies = m.copies
+    copies = m.copies.planned
     if launched:
-        m.copies_launched()
+        m.copies.launched()
     assert m.tokens_without_slots([first, second]) == 4, "the full block, which both have"
     m.free(first)
     assert m.tokens_without_slots([second]) == 0 and m.pool.ref_count(2) == 1
     if launched:
-        m.copies_failed(copies)
-    m.copies_launched()
-    m.copies_done(copies)
+        m.copies.failed(copies)
+    m.copies.launched()
+    m.copies.done(copies)
     m.free(second)
     assert m.pool.num_free == m.pool.num_blocks and m.tokens_without_slots([]) == 0
 
@@ -244,9 +244,9 @@ def test_a_copy_that_is_still_to_run_shares_no_tokens(launched):
 def test_a_target_that_is_freed_before_its_copy_ran_is_not_copied_to():
     m, first, second = pair()
     blocks, hit = m.fork(second)
-    assert m.allocate(second, 6, blocks, hit) == [3] and m.copies == [(2, 3)] and m.pool.ref_count(2) == 2
+    assert m.allocate(second, 6, blocks, hit) == [3] and m.copies.planned == [(2, 3)] and m.pool.ref_count(2) == 2
     m.free(second)
-    assert m.copies == [] and m.pool.ref_count(2) == 1
+    assert m.copies.planned == [] and m.pool.ref_count(2) == 1
     m.pool.check()
 
 
@@ -257,7 +257,7 @@ def test_a_copy_of_a_copy_that_has_not_run_is_taken_from_where_the_content_is():
     m.pool.acquire([3])  # somebody else shares the copy before it was made
     second.num_computed_tokens = 5
     m.allocate(second, 6)
-    assert second.blocks == [1, 4] and m.copies == [(2, 3), (2, 4)]
-    m.copies_launched()
-    m.copies_done([(2, 3), (2, 4)])
-    assert m.pool.ref_count(2) == 1 and m.copies == []
+    assert second.blocks == [1, 4] and m.copies.planned == [(2, 3), (2, 4)]
+    m.copies.launched()
+    m.copies.done([(2, 3), (2, 4)])
+    assert m.pool.ref_count(2) == 1 and m.copies.planned == []

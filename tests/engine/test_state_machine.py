@@ -262,7 +262,7 @@ class EngineMachine(RuleBasedStateMachine):
         gone = [r for r in flying if r not in scheduler.running]
         tables = Counter(b for r in [*scheduler.running, *gone] for b in r.blocks if b)
         tables.update(b for flight in self.engine._flights for b in flight.spare)
-        owed = [self.engine.cache.copies, *(flight.plan.copies for flight in self.engine._flights)]
+        owed = [self.engine.cache.copies.planned, *(flight.plan.copies for flight in self.engine._flights)]
         tables.update(source for copies in owed for source, _ in copies)  # held until the copy has run
         assert all(pool.ref_count(b) == n for b, n in tables.items()) and pool.num_referenced == len(tables)
         assert pool.num_shared == sum(n - 1 for n in tables.values())

@@ -17,7 +17,8 @@ if kernels.missing() or interpreted():
 
 from minillm.cli import main
 from minillm.kernels import aot
-from minillm.kernels.aot import BY_NAME, TARGETS, Compiled, amd_resources, cases, compile_all, occupancy, recording, render
+from minillm.kernels.aot import BY_NAME, TARGETS, Compiled, amd_resources, compile_all, occupancy, render
+from minillm.kernels.launches import MODULES, cases, recording
 
 
 @pytest.mark.slow
@@ -41,12 +42,12 @@ def test_every_kernel_of_every_module_is_a_case() -> None:
 
     found = {
         value.__name__
-        for module in aot.MODULES
+        for module in MODULES
         for name, value in vars(importlib.import_module(f"minillm.kernels.{module}")).items()
         if isinstance(value, JITFunction) and name.endswith("_kernel")
     }
     launched = set()
-    for call in cases(TARGETS[0]).values():
+    for call in cases(wide=False).values():
         with recording() as launches:
             call()
         launched |= {launch.kernel.__name__ for launch in launches}
@@ -68,7 +69,7 @@ def test_a_tile_that_is_too_large_is_seen_to_spill(monkeypatch: pytest.MonkeyPat
 
     huge = flash_prefill.Tile(128, 128, 4, 2)
     monkeypatch.setattr(flash_prefill, "prefill_tile", lambda *shape: huge)
-    monkeypatch.setattr(aot, "cases", lambda target, every=cases: {"D=64": every(target)["D=64"]})
+    monkeypatch.setattr(aot, "cases", lambda wide, every=cases: {"D=64": every(wide)["D=64"]})
     assert main(["kernels", "--target", "sm_80", "--kernel", "flash"]) == 1
     assert "flash_prefill (D=64) on sm_80: spills" in capsys.readouterr().out
 
@@ -80,7 +81,7 @@ def test_a_kernel_that_does_not_compile_is_reported_with_its_error(
 
     odd = flash_prefill.Tile(48, 32, 4, 2)  # tl.arange takes powers of two
     monkeypatch.setattr(flash_prefill, "prefill_tile", lambda *shape: odd)
-    monkeypatch.setattr(aot, "cases", lambda target, every=cases: {"D=64": every(target)["D=64"]})
+    monkeypatch.setattr(aot, "cases", lambda wide, every=cases: {"D=64": every(wide)["D=64"]})
     assert main(["kernels", "--target", "sm_90"]) == 1
     assert "0 of 1 compile without a spill" in capsys.readouterr().out
 
