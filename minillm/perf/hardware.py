@@ -140,9 +140,14 @@ def fast_dtype(device: str | torch.device = "auto") -> torch.dtype:
         with torch.cuda.device(device):
             return torch.bfloat16 if torch.cuda.is_bf16_supported(including_emulation=False) else torch.float16
     # oneDNN says yes on any AVX-512 machine; only these two instruction sets multiply bfloat16 natively.
-    native = _says_yes(torch.cpu, "_is_avx512_bf16_supported") or _says_yes(torch.cpu, "_is_amx_tile_supported")
+    native = _says_yes(torch.cpu, "_is_avx512_bf16_supported") or has_matrix_units()
     on_mac = platform.system() == "Darwin"
     return torch.bfloat16 if native and not on_mac and _says_yes(torch.ops.mkldnn, "_is_mkldnn_bf16_supported") else torch.float32
+
+
+def has_matrix_units() -> bool:
+    """Whether the CPU multiplies tiles of bfloat16 in units of their own (Intel's AMX), rather than in its vector units."""
+    return _says_yes(torch.cpu, "_is_amx_tile_supported")
 
 
 def _says_yes(module: Any, question: str) -> bool:

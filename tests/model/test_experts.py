@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from minillm.model import experts as experts_module
 from minillm.model.experts import (
     IN_16_BITS,
     IN_FULL,
@@ -154,8 +155,16 @@ def test_plain_weights_share_a_tensor_and_others_keep_their_method() -> None:
 
 
 @pytest.mark.skipif(not prepack_available(), reason="needs oneDNN's bfloat16 products")
-def test_weights_that_onednn_packed_are_held_as_they_were() -> None:
+@pytest.mark.parametrize("matrix_units", [True, False])
+def test_weights_that_onednn_packed_are_multiplied_as_this_cpu_is_faster(
+    matrix_units: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(experts_module, "has_matrix_units", lambda: matrix_units)
     plain = linears(3, 16, 32, torch.bfloat16)
     packed = [Linear(one.weight, None, PrepackedLinear()) for one in plain]
+    counts, x = [2, 0, 5], torch.randn(7, 32, dtype=torch.bfloat16, generator=torch.Generator().manual_seed(2))
     held, _ = expert_linears(packed, packed)
-    assert isinstance(held, GroupedLinear) and all(torch.equal(a, b.weight) for a, b in zip(held.dense(), plain, strict=True))
+    assert isinstance(held, GroupedLinear if matrix_units else SegmentLinear)
+    assert all(torch.equal(a, b.weight) for a, b in zip(held.dense(), plain, strict=True)), "held as they were"
+    truth = multiplied(SegmentLinear(plain), counts, x, runs_alone(counts))
+    torch.testing.assert_close(multiplied(held, counts, x, held.runs(counts)), truth, rtol=0.02, atol=0.02)

@@ -72,5 +72,6 @@ def test_the_prediction_stands_before_the_measurement():
 
 
 def test_figures_are_drawn():
-    for made in (prices.acceptance_figure(), prices.speedup_figure(0.5, 0.1, {}, 4, 1), prices.speedup_figure(0.5, 0.1, {4: 1.2}, 4, 1)):
+    figures = [prices.speedup_figure(0.5, 0.1, v, 4, 1) for v in ({}, {4: 1.2})]
+    for made in (prices.acceptance_figure(), *figures):
         assert png(made).startswith(b"\x89PNG")
