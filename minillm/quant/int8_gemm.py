@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import platform
 from functools import cache
 from typing import Protocol
 
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor
 
 from minillm import kernels
+from minillm.perf.hardware import has_matrix_units
 
 REACH = 127
 """Codes lie in -127 … 127: -128 has no positive counterpart, and some processors need the room."""
@@ -22,6 +24,11 @@ class Gemm(Protocol):
     name: str
     about: str
 
+    @property
+    def rewritten(self) -> int:
+        """Bytes that multiply writes and reads again for each code of x."""
+        ...
+
     def layout(self, codes: Tensor) -> Tensor:
         """Codes int8 [out, in] → what multiply reads."""
         ...
@@ -33,24 +40,33 @@ class Gemm(Protocol):
 
 class OneDNN:
     """oneDNN's int8 linear: the weight in the blocks that the matrix unit wants, the channel's scale applied to the sums while
-    they are still in registers. The operator that torch's own exported int8 models end in."""
+    they are still in registers. The operator that torch's own exported int8 models end in.
+
+    An x86 processor without a matrix unit multiplies bytes without a sign by bytes with one (VNNI): there the codes of x are
+    moved up by 128, and oneDNN takes 128 times the weight's sums off again. Codes with a sign end in its reference code there,
+    several thousand times as slow."""
 
     name, about = "onednn", "oneDNN's int8 linear"
+
+    @property
+    def rewritten(self) -> int:
+        return int(not multiplies_signs())
 
     def layout(self, codes: Tensor) -> Tensor:
         return torch.ops.onednn.qlinear_prepack(codes.contiguous(), None)
 
     def multiply(self, x: Tensor, weight: Tensor, channel: Tensor, dtype: torch.dtype) -> Tensor:
+        codes, zero = (x, 0) if multiplies_signs() else ((x ^ -128).view(torch.uint8), 128)
         no_zero = torch.zeros(1, dtype=torch.int64)
         return torch.ops.onednn.qlinear_pointwise(
-            x, 1.0, 0, weight, channel, no_zero, None, 1.0, 0, dtype, "none", [], ""
+            codes, 1.0, zero, weight, channel, no_zero, None, 1.0, 0, dtype, "none", [], ""
         )  # fmt: skip
 
 
 class IntMM:
     """torch._int_mm: the 32-bit sums are written to memory and scaled by a second operator. Exact in float64 too."""
 
-    name, about = "int_mm", "torch._int_mm"
+    name, about, rewritten = "int_mm", "torch._int_mm", 0
 
     def layout(self, codes: Tensor) -> Tensor:
         return codes.contiguous()
@@ -65,7 +81,7 @@ class InFloat:
     """The same whole numbers multiplied as float32, in parts of the row whose sums stay below 2^24 and are therefore exact. For
     devices that have nothing better, and the reference of the others."""
 
-    name, about = "float", "float32 products of the codes"
+    name, about, rewritten = "float", "float32 products of the codes", 0
     PART = 2**24 // REACH**2
 
     def layout(self, codes: Tensor) -> Tensor:
@@ -82,7 +98,7 @@ class InFloat:
 class Triton:
     """The kernel in ``minillm.kernels.int8_matmul``."""
 
-    name, about = "triton", "minillm's Triton int8 kernel"
+    name, about, rewritten = "triton", "minillm's Triton int8 kernel", 0
 
     def layout(self, codes: Tensor) -> Tensor:
         return codes.contiguous()
@@ -129,6 +145,12 @@ def choose(name: str, device: torch.device | str, dtype: torch.dtype) -> Gemm:
         return GEMMS[name]
     order = ORDER.get(torch.device(device).type, ("float",))
     return GEMMS[next(one for one in order if usable(one, device, dtype))]
+
+
+@cache
+def multiplies_signs() -> bool:
+    """Whether this CPU has a product of two bytes with signs: all but x86 processors without a matrix unit."""
+    return platform.machine() not in ("x86_64", "AMD64") or has_matrix_units()
 
 
 @cache

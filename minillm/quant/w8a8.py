@@ -106,6 +106,6 @@ class W8A8Linear:
     def traffic(self, packed: Packed, rows: int) -> Traffic:
         """The codes of the activations are written and read again; the arithmetic is in 8 bits."""
         like = packed["like"]
-        assert like is not None
+        assert like is not None and self.gemm is not None
         held = sum(t.nbytes for t in packed.values() if t is not None)
-        return Traffic(held, scratch_bytes=2 * rows * (like.shape[1] + 2), precision="int8")
+        return Traffic(held, scratch_bytes=2 * rows * (like.shape[1] * (1 + self.gemm.rewritten) + 2), precision="int8")

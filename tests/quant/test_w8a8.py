@@ -73,9 +73,11 @@ def test_a_number_that_is_not_finite_spoils_its_own_token_and_no_other(make, dty
     assert torch.equal(spoilt[[0, 2]], clean[[0, 2]]) and not spoilt[1].isfinite().any()
 
 
+@pytest.mark.parametrize("signs", [True, False], ids=["signs", "no signs"])
 @pytest.mark.parametrize("gemm", ON_CPU)
 @pytest.mark.parametrize("width", [1, 3, 17, 64, 1041, 4099])
-def test_every_gemm_gives_the_sums_of_whole_numbers(gemm, width):
+def test_every_gemm_gives_the_sums_of_whole_numbers(gemm, width, signs, monkeypatch):
+    monkeypatch.setattr(int8_gemm, "multiplies_signs", lambda: signs)
     generator = torch.Generator().manual_seed(width)
     x, w = (torch.randint(-127, 128, (n, width), generator=generator, dtype=torch.int8) for n in (5, 9))
     x[0], w[0], w[1] = 127, 127, -127  # the largest sums there are
@@ -143,6 +145,10 @@ def test_rows_whose_sums_could_pass_32_bits_are_refused():
         W8A8Linear().pack(torch.zeros(4, 0), None)
     codes = torch.full((1, LONGEST), 127, dtype=torch.int8)
     assert torch._int_mm(codes, codes.t()).item() == LONGEST * 127**2
+    for weight in (codes, -codes):
+        for name in (name for name in ON_CPU if usable(name, "cpu", torch.float32)):
+            got = GEMMS[name].multiply(codes, GEMMS[name].layout(weight), torch.ones(1), torch.float32)
+            assert got.item() == float(torch.tensor(weight[0, 0].item() * LONGEST * 127).float()), name
 
 
 @pytest.mark.parametrize("make", [W8A8Linear, FP8Linear])
@@ -164,6 +170,18 @@ def test_the_choice_of_a_gemm_is_named_or_refused():
         choose("mkl", "cpu", torch.float32)
     with pytest.raises(ValueError, match="gemm 'onednn' cannot be used on cpu for float64"):
         choose("onednn", "cpu", torch.float64)
+
+
+@pytest.mark.parametrize("machine, units, signs", [("x86_64", True, True), ("x86_64", False, False), ("aarch64", False, True)])
+def test_codes_lose_their_sign_where_the_processor_has_no_product_for_it_and_that_is_counted(machine, units, signs, monkeypatch):
+    monkeypatch.setattr(int8_gemm.platform, "machine", lambda: machine)
+    monkeypatch.setattr(int8_gemm, "has_matrix_units", lambda: units)
+    monkeypatch.setattr(int8_gemm, "multiplies_signs", int8_gemm.multiplies_signs.__wrapped__)
+    assert int8_gemm.multiplies_signs() is signs
+    if usable("onednn", "cpu", torch.float32):
+        method = W8A8Linear("onednn")
+        packed = method.pack(some(16, 32), None)
+        assert method.traffic(packed, 10).scratch_bytes == 2 * 10 * (32 * (1 if signs else 2) + 2)
 
 
 def test_a_gemm_that_saturates_is_not_chosen(monkeypatch):
