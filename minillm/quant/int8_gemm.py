@@ -25,8 +25,8 @@ class Gemm(Protocol):
     about: str
 
     @property
-    def rewritten(self) -> int:
-        """Bytes that multiply writes and reads again for each code of x."""
+    def offset(self) -> int:
+        """What the codes of x are moved up by for it: 0, or 128 and they are uint8."""
         ...
 
     def layout(self, codes: Tensor) -> Tensor:
@@ -34,7 +34,8 @@ class Gemm(Protocol):
         ...
 
     def multiply(self, x: Tensor, weight: Tensor, channel: Tensor, dtype: torch.dtype) -> Tensor:
-        """x int8 [rows, in] contiguous, weight as layout made it, channel float32 [out] → [rows, out] in dtype."""
+        """x [rows, in] contiguous, int8 or moved up by the offset; weight as layout made it; channel float32 [out] → [rows, out]
+        in dtype."""
         ...
 
 
@@ -44,29 +45,28 @@ class OneDNN:
 
     An x86 processor without a matrix unit multiplies bytes without a sign by bytes with one (VNNI): there the codes of x are
     moved up by 128, and oneDNN takes 128 times the weight's sums off again. Codes with a sign end in its reference code there,
-    several thousand times as slow."""
+    several hundred times as slow."""
 
     name, about = "onednn", "oneDNN's int8 linear"
 
     @property
-    def rewritten(self) -> int:
-        return int(not multiplies_signs())
+    def offset(self) -> int:
+        return 0 if multiplies_signs() else 128
 
     def layout(self, codes: Tensor) -> Tensor:
         return torch.ops.onednn.qlinear_prepack(codes.contiguous(), None)
 
     def multiply(self, x: Tensor, weight: Tensor, channel: Tensor, dtype: torch.dtype) -> Tensor:
-        codes, zero = (x, 0) if multiplies_signs() else ((x ^ -128).view(torch.uint8), 128)
         no_zero = torch.zeros(1, dtype=torch.int64)
         return torch.ops.onednn.qlinear_pointwise(
-            codes, 1.0, zero, weight, channel, no_zero, None, 1.0, 0, dtype, "none", [], ""
+            x, 1.0, self.offset, weight, channel, no_zero, None, 1.0, 0, dtype, "none", [], ""
         )  # fmt: skip
 
 
 class IntMM:
     """torch._int_mm: the 32-bit sums are written to memory and scaled by a second operator. Exact in float64 too."""
 
-    name, about, rewritten = "int_mm", "torch._int_mm", 0
+    name, about, offset = "int_mm", "torch._int_mm", 0
 
     def layout(self, codes: Tensor) -> Tensor:
         return codes.contiguous()
@@ -81,7 +81,7 @@ class InFloat:
     """The same whole numbers multiplied as float32, in parts of the row whose sums stay below 2^24 and are therefore exact. For
     devices that have nothing better, and the reference of the others."""
 
-    name, about, rewritten = "float", "float32 products of the codes", 0
+    name, about, offset = "float", "float32 products of the codes", 0
     PART = 2**24 // REACH**2
 
     def layout(self, codes: Tensor) -> Tensor:
@@ -98,7 +98,7 @@ class InFloat:
 class Triton:
     """The kernel in ``minillm.kernels.int8_matmul``."""
 
-    name, about, rewritten = "triton", "minillm's Triton int8 kernel", 0
+    name, about, offset = "triton", "minillm's Triton int8 kernel", 0
 
     def layout(self, codes: Tensor) -> Tensor:
         return codes.contiguous()
@@ -107,6 +107,11 @@ class Triton:
         from minillm.kernels.int8_matmul import int8_matmul
 
         return int8_matmul(x, weight, channel, dtype)
+
+
+def moved(codes: Tensor, offset: int) -> Tensor:
+    """int8 codes as a GEMM of this offset takes them: adding 128 to a byte turns its first bit over."""
+    return (codes ^ -128).view(torch.uint8) if offset else codes
 
 
 def _scaled(sums: Tensor, channel: Tensor, dtype: torch.dtype) -> Tensor:
@@ -160,6 +165,6 @@ def _exact_on_cpu(name: str) -> bool:
     signs = torch.tensor([[1, 1, 1, 1], [1, -1, 1, -1], [-1, -1, -1, -1]], dtype=torch.int8).repeat(1, 16)
     codes, expected = signs * REACH, (signs.float() @ signs.float().t()) * REACH**2
     try:
-        return torch.equal(gemm.multiply(codes, gemm.layout(codes), torch.ones(3), torch.float32), expected)
+        return torch.equal(gemm.multiply(moved(codes, gemm.offset), gemm.layout(codes), torch.ones(3), torch.float32), expected)
     except (RuntimeError, AttributeError):  # this torch build has no such operator, or the processor no such instructions
         return False

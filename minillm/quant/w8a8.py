@@ -21,24 +21,27 @@ TILE = 1 << 17
 """Activations that are rounded at a time, so that what is between two operators stays in the processor's cache."""
 
 
-def quantise_rows(x: Tensor) -> tuple[Tensor, Tensor]:
+def quantise_rows(x: Tensor, offset: int = 0) -> tuple[Tensor, Tensor]:
     """Round each token to a scale of its own. x [rows, in] → codes int8 [rows, in] contiguous, scales bfloat16 [rows, 1].
+
+    offset: 128 gives codes uint8, moved up by that (see ``Gemm.offset``).
 
     |x - code · scale| is at most half a scale. A scale is the token's largest number over 126.5, rounded to bfloat16: never so
     small that a code would pass 127. A token with a number that is not finite gets a scale that is not finite; others do not.
     """
-    if x.is_cuda and kernels.missing() is None and x.dtype != torch.float64:
+    if not offset and x.is_cuda and kernels.missing() is None and x.dtype != torch.float64:
         from minillm.kernels.int8_matmul import round_rows
 
         return round_rows(x, SMALLEST)
-    codes = torch.empty(x.shape, dtype=torch.int8, device=x.device)
+    codes = torch.empty(x.shape, dtype=torch.uint8 if offset else torch.int8, device=x.device)
     scales = token_scales(x, REACH - 0.5)
     wide = x.dtype if x.dtype == torch.float64 else torch.float32
     inverse = 1 / scales.to(wide)
     height = max(1, TILE // max(1, x.shape[1]))
     for start in range(0, x.shape[0], height):
         part = slice(start, start + height)
-        codes[part].copy_(x[part].to(wide, copy=True).mul_(inverse[part]).round_())
+        rounded = x[part].to(wide, copy=True).mul_(inverse[part]).round_()
+        codes[part].copy_(rounded.add_(offset) if offset else rounded)
     return codes, scales
 
 
@@ -91,7 +94,7 @@ class W8A8Linear:
     def apply(self, packed: Packed, x: Tensor) -> Tensor:
         weight, channel, bias = packed["codes"], packed["scales"], packed["bias"]
         assert weight is not None and channel is not None and self.gemm is not None
-        codes, scales = quantise_rows(x)
+        codes, scales = quantise_rows(x, self.gemm.offset)
         # float16 has no room for a sum that its token's scale has not shrunk yet
         wide = torch.float32 if x.dtype == torch.float16 else x.dtype
         y = self.gemm.multiply(codes, weight, channel, wide).mul_(scales.to(wide)).to(x.dtype)
@@ -106,6 +109,6 @@ class W8A8Linear:
     def traffic(self, packed: Packed, rows: int) -> Traffic:
         """The codes of the activations are written and read again; the arithmetic is in 8 bits."""
         like = packed["like"]
-        assert like is not None and self.gemm is not None
+        assert like is not None
         held = sum(t.nbytes for t in packed.values() if t is not None)
-        return Traffic(held, scratch_bytes=2 * rows * (like.shape[1] * (1 + self.gemm.rewritten) + 2), precision="int8")
+        return Traffic(held, scratch_bytes=2 * rows * (like.shape[1] + 2), precision="int8")

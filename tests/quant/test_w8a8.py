@@ -15,7 +15,7 @@ from minillm.quant.config import QuantConfig
 from minillm.quant.fold import fold_scales, multiply_inputs, shared_by_heads
 from minillm.quant.fp8 import FP8Linear, to_e4m3
 from minillm.quant.grid import quantise
-from minillm.quant.int8_gemm import GEMMS, LONGEST, choose, usable
+from minillm.quant.int8_gemm import GEMMS, LONGEST, choose, moved, usable
 from minillm.quant.linear import Linear, PlainLinear
 from minillm.quant.quantise import fit, quantise_model
 from minillm.quant.smooth import migration, product_loss, search_migration
@@ -82,6 +82,7 @@ def test_every_gemm_gives_the_sums_of_whole_numbers(gemm, width, signs, monkeypa
     x, w = (torch.randint(-127, 128, (n, width), generator=generator, dtype=torch.int8) for n in (5, 9))
     x[0], w[0], w[1] = 127, 127, -127  # the largest sums there are
     exact = x.double() @ w.double().t()
+    x = moved(x, GEMMS[gemm].offset)
     got = GEMMS[gemm].multiply(x, GEMMS[gemm].layout(w), torch.ones(9), torch.float32)
     assert torch.equal(got.double(), exact.float().double())
 
@@ -147,7 +148,7 @@ def test_rows_whose_sums_could_pass_32_bits_are_refused():
     assert torch._int_mm(codes, codes.t()).item() == LONGEST * 127**2
     for weight in (codes, -codes):
         for name in (name for name in ON_CPU if usable(name, "cpu", torch.float32)):
-            got = GEMMS[name].multiply(codes, GEMMS[name].layout(weight), torch.ones(1), torch.float32)
+            got = GEMMS[name].multiply(moved(codes, GEMMS[name].offset), GEMMS[name].layout(weight), torch.ones(1), torch.float32)
             assert got.item() == float(torch.tensor(weight[0, 0].item() * LONGEST * 127).float()), name
 
 
@@ -173,15 +174,19 @@ def test_the_choice_of_a_gemm_is_named_or_refused():
 
 
 @pytest.mark.parametrize("machine, units, signs", [("x86_64", True, True), ("x86_64", False, False), ("aarch64", False, True)])
-def test_codes_lose_their_sign_where_the_processor_has_no_product_for_it_and_that_is_counted(machine, units, signs, monkeypatch):
+def test_codes_lose_their_sign_where_the_processor_has_no_product_for_it(machine, units, signs, monkeypatch):
     monkeypatch.setattr(int8_gemm.platform, "machine", lambda: machine)
     monkeypatch.setattr(int8_gemm, "has_matrix_units", lambda: units)
     monkeypatch.setattr(int8_gemm, "multiplies_signs", int8_gemm.multiplies_signs.__wrapped__)
-    assert int8_gemm.multiplies_signs() is signs
-    if usable("onednn", "cpu", torch.float32):
-        method = W8A8Linear("onednn")
-        packed = method.pack(some(16, 32), None)
-        assert method.traffic(packed, 10).scratch_bytes == 2 * 10 * (32 * (1 if signs else 2) + 2)
+    assert int8_gemm.multiplies_signs() is signs and GEMMS["onednn"].offset == (0 if signs else 128)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_codes_without_a_sign_are_the_same_moved_up(dtype):
+    x = some(40, 33, dtype) * 100
+    (codes, scales), (up, theirs) = quantise_rows(x), quantise_rows(x, 128)
+    assert up.dtype == torch.uint8 and torch.equal(up.int(), codes.int() + 128) and torch.equal(scales, theirs)
+    assert torch.equal(moved(codes, 128), up) and moved(codes, 0) is codes
 
 
 def test_a_gemm_that_saturates_is_not_chosen(monkeypatch):
@@ -297,8 +302,7 @@ def test_the_traffic_is_that_of_the_tensors_held():
     assert linear.nbytes() == 24 * 64 + 4 * 24 + 4 * 24
     work = linear.work(5)
     assert work.flops == {"int8": 2 * 5 * 24 * 64} and work.weight_bytes == linear.nbytes()
-    codes = 64 * (1 + linear.method.gemm.rewritten)
-    assert work.activation_bytes == 5 * (64 + 24) * 4 + 2 * 5 * (codes + 2) and linear.work(0).total_bytes == 0
+    assert work.activation_bytes == 5 * (64 + 24) * 4 + 2 * 5 * 66 and linear.work(0).total_bytes == 0
 
 
 def test_e4m3_numbers_keep_three_bits_of_what_is_small():

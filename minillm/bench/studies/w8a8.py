@@ -122,7 +122,7 @@ def products(in_features: int, out_features: int, rows: int) -> dict[str, Callab
     if "onednn" in calls:
         method = W8A8Linear("onednn")
         packed = method.pack(weight, None)
-        codes, _ = quantise_rows(x)
+        codes, _ = quantise_rows(x, GEMMS["onednn"].offset)
         kept, scales = packed["codes"], packed["scales"]
         calls["product"] = lambda: GEMMS["onednn"].multiply(codes, kept, scales, x.dtype)  # type: ignore[arg-type]
     if (older := _dynamic(weight.float(), x.float())) is not None:
