@@ -18,7 +18,7 @@ def test_the_sliders_of_the_lesson_give_another_speed_up(open_notebook: Callable
     book = open_notebook("1_speculative_decoding.ipynb", CHAPTER)
     book.run_all()
     page = book.page
-    panel = book.cell("lab.speedup_panel(bench")
+    panel = book.cell("prices.speedup_panel(bench")
     said, image = panel.locator(".verdict"), panel.locator(".widget-image").first
     expect(said).to_contain_text("S = ", timeout=MEASURED_MS)
     before = book.found(said, r"E = [\d.]+", MEASURED_MS)
