@@ -38,6 +38,7 @@ from minillm.identity import identity
 from minillm.model import layers, transformer
 from minillm.model.transformer import Transformer
 from minillm.paths import cache_dir
+from minillm.perf.hardware import has_matrix_units
 from minillm.quant import group_linear, linear
 from minillm.quant.linear import Linear, for_rows
 
@@ -184,10 +185,16 @@ def _build(model: Transformer, store: PlainKVStore, window: int | None, few: boo
     with torch.inference_mode(False), torch.no_grad(), shapes.patch(backed_size_oblivious=True), warnings.catch_warnings(), quiet:
         warnings.simplefilter("ignore")
         program = export(step, example, dynamic_shapes=dynamic)
-        # what is fastest is tried out with the example's rows: of one or two, torch's kernels for codes (8.5 ms a step in 4 bits
-        # against 12.2 with what was fastest at four)
-        options = {"freezing": True, "max_autotune": True} | ({"max_autotune_gemm_backends": "ATEN"} if few else {})
-        return Path(torch._inductor.aoti_compile_and_package(program, package_path=str(target), inductor_configs=options))
+        return Path(torch._inductor.aoti_compile_and_package(program, package_path=str(target), inductor_configs=tuning(few)))
+
+
+def tuning(few: bool) -> dict[str, Any]:
+    """How torch's compiler looks for the products: what is fastest is tried out with the example's rows.
+
+    That is not fastest with one or two rows: torch's kernels for codes are (8.5 ms a step in 4 bits against 12.2). Nor with many
+    rows where there is no matrix unit: oneDNN is (16 rows on two cores of an AMD EPYC: 891 tokens/s against 473)."""
+    ready = few or not has_matrix_units()
+    return {"freezing": True, "max_autotune": True} | ({"max_autotune_gemm_backends": "ATEN"} if ready else {})
 
 
 def fingerprint(model: Transformer, store: PlainKVStore, window: int | None, few: bool = False) -> str:
@@ -195,7 +202,7 @@ def fingerprint(model: Transformer, store: PlainKVStore, window: int | None, few
     digest = hashlib.blake2b(digest_size=12)
     for module in (*SOURCES, sys.modules[__name__]):
         digest.update(inspect.getsource(module).encode())
-    capability = torch.backends.cpu.get_cpu_capability()
+    capability = torch.backends.cpu.get_cpu_capability(), has_matrix_units()
     digest.update(
         repr(
             (model.config, model.dtype, window, few, len(store.layers), torch.__version__, torch.get_num_threads(), capability)

@@ -8,17 +8,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from minillm.perf.hardware import has_matrix_units
 from minillm.quant import words
 from minillm.quant.config import check_layer
 from minillm.quant.grid import Codes, dequantise, pack_bits, quantise, unpack_bits
 from minillm.quant.linear import Forms, LinearMethod, Packed, PlainLinear, PrepackedLinear, Traffic, default_method
 
 DENSE_FROM = 6
-"""Rows from which 16-bit products on a CPU's matrix units beat the packed kernels, which handle row after row (measured on two
-cores with AMX: level between 4 and 8 rows)."""
+"""Rows from which 16-bit products on a CPU beat the packed kernels, which handle row after row (level between 4 and 8 rows on two
+cores with AMX, between 8 and 12 on two cores without)."""
 COMPILED_DENSE_FROM = 3
-"""The same for a compiled step, whose 16-bit products lose less between them (8.5 ms in 4 bits against 11.0 at one row, 10.0
-against 11.1 at two, 13.6 against 12.3 at four)."""
+"""The same for a compiled step on matrix units, whose 16-bit products lose less between them (8.5 ms in 4 bits against 11.0 at
+one row, 10.0 against 11.1 at two, 13.6 against 12.3 at four)."""
 TILE = 1 << 22
 """Weights that are dequantised at a time: the scratch memory of a product without a kernel."""
 KERNEL_GROUPS = (256, 128, 64, 32)
@@ -135,7 +136,8 @@ class GroupLinear:
         if "int4" in packed or "int8" in packed:
             forms[1] = self, {name: tensor for name, tensor in packed.items() if name != "dense_copy"}
         if "dense_copy" in packed:
-            threshold = COMPILED_DENSE_FROM if self._dense_from == "auto" else self._dense_from
+            auto = COMPILED_DENSE_FROM if has_matrix_units() else DENSE_FROM
+            threshold = auto if self._dense_from == "auto" else self._dense_from
             assert threshold is not None
             copied: Packed = {"weight": packed["dense_copy"], "bias": packed["bias"]}
             forms[threshold] = PlainLinear().traced(copied)[1]

@@ -348,6 +348,9 @@ def test_the_fingerprint_is_of_everything_that_the_code_depends_on(monkeypatch: 
     one_weight.embedding[30, 15] += 1e-9
     marks.append(mark(one_weight))
     assert mark(tiny()) == marks[0]
+    units = module.has_matrix_units()
+    monkeypatch.setattr(module, "has_matrix_units", lambda: not units)
+    marks.append(mark(tiny()))
     threads = torch.get_num_threads()
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads + 1)
     marks.append(mark(tiny()))
@@ -382,6 +385,13 @@ class Scaled:
 
     def traced(self, packed: Any) -> Any:
         return {1: (self, packed)}
+
+
+@pytest.mark.parametrize("few", [True, False])
+@pytest.mark.parametrize("units", [True, False])
+def test_products_are_tried_out_on_matrix_units_for_many_rows_and_are_onednns_elsewhere(few, units, monkeypatch):
+    monkeypatch.setattr(module, "has_matrix_units", lambda: units)
+    assert (module.tuning(few).get("max_autotune_gemm_backends") == "ATEN") is (few or not units)
 
 
 def test_what_a_linear_method_of_ones_own_computes_is_part_of_the_fingerprint(monkeypatch: pytest.MonkeyPatch) -> None:

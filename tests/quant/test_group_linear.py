@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from minillm.quant.grid import quantise
-from minillm.quant.group_linear import DENSE_FROM, TILE, GroupLinear
+from minillm.quant.group_linear import COMPILED_DENSE_FROM, DENSE_FROM, TILE, GroupLinear
 from minillm.quant.linear import Linear
 
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 0.03, torch.float16: 0.004}
@@ -113,6 +113,14 @@ def test_a_tile_smaller_than_the_weight_changes_nothing(monkeypatch):
     monkeypatch.setattr("minillm.quant.group_linear.TILE", 192 * 7)
     assert TILE > 192 * 20
     torch.testing.assert_close(layer(x), whole, rtol=1e-14, atol=1e-14)
+
+
+@pytest.mark.parametrize("units, threshold", [(True, COMPILED_DENSE_FROM), (False, DENSE_FROM)])
+def test_a_compiled_step_multiplies_by_the_codes_for_as_many_rows_as_that_is_faster_here(units, threshold, monkeypatch):
+    monkeypatch.setattr("minillm.quant.group_linear.has_matrix_units", lambda: units)
+    weight, bias, _ = weights((48, 192), torch.bfloat16)
+    assert list(Linear(weight, bias, GroupLinear(4, 64, False)).traced()) == [1, threshold]
+    assert list(Linear(weight, bias, GroupLinear(4, 64, False, dense_from=9)).traced()) == [1, 9], "what was asked for stays"
 
 
 def test_a_step_is_counted_with_the_bytes_that_it_reads():
