@@ -29,7 +29,7 @@ from minillm.quant.w8a8 import quantise_rows
 
 TOKENS = (1, 2, 4, 8, 16, 64, 256, 512)
 PACKED_MOST = 16
-"""Tokens beyond which the weight-only format is not measured: its kernel takes them one after another, for seconds."""
+"""Tokens beyond which the weight-only format is not measured: its kernel takes a few of them at a time, and loses."""
 PLAIN, BOTH, WEIGHTS = "16 bits", "W8A8", "8-bit weights"
 FORMATS = {
     PLAIN: None,
@@ -121,7 +121,7 @@ def benches(models: Mapping[str, Transformer], most: int = TOKENS[-1]) -> dict[s
 
 
 def step_at(made: Mapping[str, DecodeBench], name: str, tokens: int, tick: Any = lambda: None) -> Step | None:
-    """One step of so many tokens of one prompt; None where it would take seconds."""
+    """One step of so many tokens of one prompt; None where it is not measured."""
     if name == WEIGHTS and tokens > PACKED_MOST:
         return None
     return made[name].measure(tokens, 1, False, tick)
@@ -180,7 +180,7 @@ def explain(tokens: int, found: Mapping[str, Step] | None) -> str:
     plain = found[PLAIN].timing.median
     others = {name: step.timing for name, step in found.items() if name != PLAIN}
     parts = [f"{name} {timing}, {short(plain / timing.median)} times as fast" for name, timing in others.items()]
-    missing = "" if WEIGHTS in found else f"; {WEIGHTS} would take seconds"
+    missing = "" if WEIGHTS in found else f"; {WEIGHTS}: measured up to {PACKED_MOST} tokens"
     return f"<span class='verdict'>{said}16 bits {found[PLAIN].timing}; <b>{'; '.join(parts)}</b>{missing}.</span>"
 
 
