@@ -15,7 +15,7 @@ from minillm.quant.grid import Codes, dequantise, pack_bits, quantise, unpack_bi
 from minillm.quant.linear import Forms, LinearMethod, Packed, PlainLinear, PrepackedLinear, Traffic, default_method
 
 DENSE_FROM = 6
-"""Rows from which 16-bit products on a CPU beat the packed kernels, which handle row after row (level between 4 and 8 rows on two
+"""Rows from which 16-bit products on a CPU beat the packed kernels, which take a few at a time (level between 4 and 8 rows on two
 cores with AMX, between 8 and 12 on two cores without)."""
 COMPILED_DENSE_FROM = 3
 """The same for a compiled step on matrix units, whose 16-bit products lose less between them (8.5 ms in 4 bits against 11.0 at
