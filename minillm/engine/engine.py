@@ -254,8 +254,10 @@ class Engine:
                 self.scheduler.finish(live.request, "abort")
             finally:
                 self.accounts.weigh()
-                mine.append(self._output(live))
-                self._settle()
+                try:
+                    mine.append(self._output(live))
+                finally:
+                    self._settle()
         return replace(mine[-1], delta="".join(o.delta for o in mine)) if mine else None
 
     def _settle(self) -> None:
@@ -282,8 +284,8 @@ class Engine:
 
     def _output(self, live: Live) -> RequestOutput:
         """The request as its caller sees it. A finished one is forgotten here."""
-        output, request = live.output(), live.request
-        if request.status is Status.FINISHED:
+        request = live.request
+        if request.status is Status.FINISHED:  # before its text is asked for: a tokenizer of somebody's own may raise
             del self._live[request.request_id]
             self._forget(request)
-        return output
+        return live.output()

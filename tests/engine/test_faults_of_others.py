@@ -74,6 +74,28 @@ def test_a_tokenizer_that_raises_ends_one_request_and_the_others_go_on(model: Tr
     assert llm.engine.cache.pool.num_free == 40
 
 
+@pytest.mark.parametrize("overlap", [False, True])
+def test_an_abort_whose_text_cannot_be_decoded_leaves_nothing_of_the_request(model: Transformer, overlap: bool) -> None:
+    class HalfACharacter(ForgetfulTokenizer):
+        broken = False
+
+        def decode(self, ids: Sequence[int]) -> str:
+            if self.broken:
+                raise KeyError("decode")
+            return "\ufffd" * bool(ids)  # held back until the end
+
+    tokenizer = HalfACharacter()
+    llm = LLM(model, tokenizer=tokenizer, block_size=4, num_blocks=40, overlap=overlap)
+    name = llm.engine.add_request([1, 2], params(9))
+    for _ in range(3):
+        llm.engine.step()
+    tokenizer.broken = True
+    with pytest.raises(KeyError, match="decode"):
+        llm.engine.abort(name)
+    assert not llm.engine.knows(name) and not llm.engine.has_work
+    assert llm.engine.abort(name) is None and llm.engine.cache.pool.num_free == 40
+
+
 class RaisingPrefixCache:
     def match(self, token_ids: Sequence[int]) -> list[int]:
         return []
