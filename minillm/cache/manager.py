@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 from typing import Callable, Iterable, Sequence
 
 from minillm.attention.window import Window
 from minillm.cache.block_pool import NULL_BLOCK, BlockPool
 from minillm.cache.copies import Copies
-from minillm.cache.prefix import PrefixCache
+from minillm.cache.prefix import NoPrefixCache, PrefixCache
 from minillm.cache.snapshot import CacheSnapshot
 from minillm.cache.tiered import Found, TieredCache
 from minillm.engine.request import Request, Status
 
+log = logging.getLogger("minillm")
 DENSE = Window()
 Reservation = Callable[[Request], int]
 """Tokens that a request is given room for when it is admitted."""
@@ -165,7 +167,7 @@ class CacheManager:
         self.pool.acquire(b for b in matched if b != NULL_BLOCK)
         for i, target in zip(shared, fresh, strict=False):
             self.copies.plan(table[i], target)
-            self.release([table[i]])
+            self.pool.release([table[i]])  # others hold it: it becomes neither free nor cached, and nobody need be asked
             table[i] = target
         request.blocks[:] = table + fresh[len(shared) :]
         return fresh
@@ -236,7 +238,8 @@ class CacheManager:
 
     def free(self, request: Request) -> None:
         """Take all blocks back. Full blocks of computed tokens are offered to the prefix cache first, up to one that is gone."""
-        full = self._full_blocks(request, request.num_computed_tokens)
+        # a step in flight may have computed a token whose id its request never got: something failed when it was to be appended
+        full = self._full_blocks(request, min(request.num_computed_tokens, len(request.token_ids)))
         blocks, request.blocks = request.blocks, []
         request.prompt_offered = False
         try:
@@ -255,8 +258,17 @@ class CacheManager:
         blocks, keep = list(blocks), []
         try:
             keep = [b for b in blocks if self.prefix.holds(b)]
-        finally:  # a prefix cache that raises costs its prefix, not the blocks
+        except BaseException as fault:
+            self._do_without_prefixes(fault)
+            raise
+        finally:  # a prefix cache that raises costs its prefixes, not the blocks
             self.copies.forget(self.pool.release(blocks, keep))
+
+    def _do_without_prefixes(self, fault: BaseException) -> None:
+        """What the prefix cache remembers is not to be believed any more: it was not asked about blocks that others get now."""
+        log.warning("the prefix cache is switched off: %s: %s", type(fault).__name__, fault)
+        self.prefix = NoPrefixCache()
+        self.pool.uncache(self.pool.cached_blocks)
 
     def tokens_without_slots(self, requests: Iterable[Request]) -> int:
         """Computed tokens of these requests without a slot of their own: another request has it, or the window left it behind."""
