@@ -261,3 +261,23 @@ def test_a_copy_of_a_copy_that_has_not_run_is_taken_from_where_the_content_is():
     m.copies.launched()
     m.copies.done([(2, 3), (2, 4)])
     assert m.pool.ref_count(2) == 1 and m.copies.planned == []
+
+
+def test_a_copy_of_a_copy_whose_step_has_failed_is_taken_from_where_the_content_is():
+    m, first, second = pair()
+    blocks, hit = m.fork(second)
+    m.allocate(second, 6, blocks, hit)
+    m.copies.launched()
+    m.pool.acquire([3])  # somebody else shares the copy while it is in flight
+    second.num_computed_tokens = 5
+    m.allocate(second, 6)
+    assert second.blocks == [1, 4] and m.copies.planned == [(3, 4)] and m.pool.ref_count(3) == 2
+    m.copies.failed([(2, 3)])
+    assert sorted(m.copies.planned) == [(2, 3), (2, 4)] and m.pool.ref_count(3) == 1 and m.pool.ref_count(2) == 3
+    m.copies.launched()
+    m.copies.done([(2, 3), (2, 4)])
+    for request in (first, second):
+        m.free(request)
+    m.release([3])
+    assert m.pool.num_free == m.pool.num_blocks
+    m.pool.check()
