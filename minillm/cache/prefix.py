@@ -24,7 +24,8 @@ class PrefixCache(Protocol):
         ...
 
     def holds(self, block: int) -> bool:
-        """Whether the cache wants to keep this block when nobody references it."""
+        """Whether the cache wants to keep this block when nobody references it. Asked about every block that is given back; after
+        an error here the engine goes on without prefixes, since others now get blocks that the cache may still remember."""
         ...
 
     def evict(self, n: int, evictable: Callable[[int], bool]) -> list[int]:
