@@ -38,7 +38,7 @@ from minillm.identity import identity
 from minillm.model import layers, transformer
 from minillm.model.transformer import Transformer
 from minillm.paths import cache_dir
-from minillm.perf.hardware import has_matrix_units
+from minillm.perf.processor import has_matrix_units
 from minillm.quant import group_linear, linear
 from minillm.quant.linear import Linear, for_rows
 

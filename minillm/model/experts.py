@@ -12,7 +12,7 @@ from typing import Iterable, NamedTuple, Sequence
 import torch
 from torch import Tensor, nn
 
-from minillm.perf.hardware import has_matrix_units
+from minillm.perf.processor import has_matrix_units
 from minillm.perf.work import Work
 from minillm.quant.linear import Linear, PlainLinear, PrepackedLinear
 
@@ -215,7 +215,7 @@ def expert_linears(gate_up: Sequence[Linear], down: Sequence[Linear]) -> tuple[E
     """Both products of all experts: over one tensor each where one product of several experts is faster, else by expert.
 
     What oneDNN packed is faster read than a plain weight, but a single expert at a time. With matrix units that makes no
-    difference that the many calls would not cost; in vector units 64 packed products of 1 to 64 rows take 0.44 to 0.69 of the
+    difference that the many calls would not cost; in vector units 64 packed products of 1 to 64 rows take 0.45 to 0.69 of the
     time of one over the plain tensor (1024 x 1024 in bfloat16, two cores of an AMD EPYC).
     """
     stacked = {PlainLinear, PrepackedLinear} if has_matrix_units() else {PlainLinear}

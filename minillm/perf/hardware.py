@@ -12,7 +12,7 @@ import subprocess
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Mapping
+from typing import Mapping
 
 import psutil
 import torch
@@ -22,6 +22,7 @@ from minillm.config import DTYPES
 from minillm.model.presets import preset
 from minillm.paths import cache_dir
 from minillm.perf import probes
+from minillm.perf.processor import has_matrix_units, says_yes
 from minillm.perf.units import KIB, format_bytes, format_rate
 
 # The working set that a decoding step of the default model streams: all weights, 16 bits each.
@@ -140,20 +141,9 @@ def fast_dtype(device: str | torch.device = "auto") -> torch.dtype:
         with torch.cuda.device(device):
             return torch.bfloat16 if torch.cuda.is_bf16_supported(including_emulation=False) else torch.float16
     # oneDNN says yes on any AVX-512 machine; only these two instruction sets multiply bfloat16 natively.
-    native = _says_yes(torch.cpu, "_is_avx512_bf16_supported") or has_matrix_units()
+    native = says_yes(torch.cpu, "_is_avx512_bf16_supported") or has_matrix_units()
     on_mac = platform.system() == "Darwin"
-    return torch.bfloat16 if native and not on_mac and _says_yes(torch.ops.mkldnn, "_is_mkldnn_bf16_supported") else torch.float32
-
-
-def has_matrix_units() -> bool:
-    """Whether the CPU multiplies tiles of bfloat16 in units of their own (Intel's AMX), rather than in its vector units."""
-    return _says_yes(torch.cpu, "_is_amx_tile_supported")
-
-
-def _says_yes(module: Any, question: str) -> bool:
-    """Private torch queries come and go between versions: one that is missing counts as no."""
-    ask = getattr(module, question, None)
-    return bool(ask is not None and ask())
+    return torch.bfloat16 if native and not on_mac and says_yes(torch.ops.mkldnn, "_is_mkldnn_bf16_supported") else torch.float32
 
 
 def measure_machine(device: str | torch.device = "auto", refresh: bool = False) -> Machine:

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from minillm.perf.hardware import has_matrix_units
+from minillm.perf.processor import has_matrix_units
 from minillm.quant import words
 from minillm.quant.config import check_layer
 from minillm.quant.grid import Codes, dequantise, pack_bits, quantise, unpack_bits
@@ -16,7 +16,7 @@ from minillm.quant.linear import Forms, LinearMethod, Packed, PlainLinear, Prepa
 
 DENSE_FROM = 6
 """Rows from which 16-bit products on a CPU beat the packed kernels, which take a few at a time (level between 4 and 8 rows on two
-cores with AMX, between 8 and 12 on two cores without)."""
+cores with AMX; on two cores without they take 0.9 of the time at 8 rows and 1.35 at 32)."""
 COMPILED_DENSE_FROM = 3
 """The same for a compiled step on matrix units, whose 16-bit products lose less between them (8.5 ms in 4 bits against 11.0 at
 one row, 10.0 against 11.1 at two, 13.6 against 12.3 at four)."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import platform
 from functools import cache
 from typing import Protocol
 
@@ -10,7 +9,7 @@ import torch
 from torch import Tensor
 
 from minillm import kernels
-from minillm.perf.hardware import has_matrix_units
+from minillm.perf.processor import multiplies_signs
 
 REACH = 127
 """Codes lie in -127 … 127: -128 has no positive counterpart, and some processors need the room."""
@@ -150,12 +149,6 @@ def choose(name: str, device: torch.device | str, dtype: torch.dtype) -> Gemm:
         return GEMMS[name]
     order = ORDER.get(torch.device(device).type, ("float",))
     return GEMMS[next(one for one in order if usable(one, device, dtype))]
-
-
-@cache
-def multiplies_signs() -> bool:
-    """Whether this CPU has a product of two bytes with signs: all but x86 processors without a matrix unit."""
-    return platform.machine() not in ("x86_64", "AMD64") or has_matrix_units()
 
 
 @cache

@@ -26,7 +26,7 @@ def test_the_panel_of_the_lesson_measures_the_length_and_the_tier_that_were_chos
         book.press(panel, "ArrowLeft" if handle == 0 else "ArrowRight", handle)
         expect(said).to_contain_text(expected, timeout=MEASURED_MS)
         expect(said).to_contain_text("times as fast", timeout=MEASURED_MS)
-    assert said.text_content() != before and image.get_attribute("src") != picture, "picture and verdict stayed as they were"
+    assert said.text_content() != before and image.get_attribute("src") != picture, "the picture or the verdict stayed as it was"
     assert panel.locator(".widget-image").count() == 1, "one picture, replaced in place"
     image.scroll_into_view_if_needed()
     book.screenshot("lesson_1_3")

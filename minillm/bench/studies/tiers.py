@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Mapping
 
 from minillm.bench.study import Bar
-from minillm.course.labs.tiers import LENGTHS, WAYS, TierBench, crossing
+from minillm.bench.tiers import LENGTHS, WAYS, TierBench, crossing
 from minillm.llm import LLM
 from minillm.perf.transfer import break_even_bandwidth
 
